@@ -1,0 +1,1 @@
+"""From files to packed token shards: readers, tokenizer training, parallel tokenizing, packing."""

@@ -1,0 +1,1 @@
+"""Starting a command on one or many hosts through an existing launcher."""

@@ -1,0 +1,243 @@
+"""Every setting of a run: typed, described, validated, frozen.
+
+Units are in the names; `null` means that the value is derived, as its description says.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositionScheme = Literal["xpos", "rope", "alibi", "sinusoidal", "learned", "none"]
+AttentionMode = Literal["causal", "blockwise"]
+Precision = Literal["bf16", "fp16", "fp32"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    """Where a run writes and what seeds it."""
+
+    output_dir: str = Field(description="folder that receives config.yaml, metrics.jsonl and checkpoints/")
+    seed: int = Field(
+        default=1, ge=0, lt=2**63, description="seed of the initial weights, the data order and dropout"
+    )
+
+
+class SourceSection(Section):
+    """One dataset of a mixture."""
+
+    path: str = Field(description="dataset folder made by `lex-pretrain prepare`")
+    weight: float = Field(default=1.0, gt=0, description="share of the samples, relative to the other weights")
+
+
+class DataSection(Section):
+    """What to train on: one dataset folder, or several with weights."""
+
+    path: str | None = Field(default=None, description="one dataset folder made by `lex-pretrain prepare`")
+    sources: tuple[SourceSection, ...] = Field(default=(), description="several dataset folders with weights")
+    validation_split: str = Field(default="validation", description="split that validation reads")
+
+    @model_validator(mode="after")
+    def _one_of_path_and_sources(self) -> "DataSection":
+        if (self.path is None) == (not self.sources):
+            raise ValueError("give either path (one dataset folder) or sources (a list of path and weight)")
+        return self
+
+    @property
+    def resolved_sources(self) -> tuple[SourceSection, ...]:
+        return self.sources or (SourceSection(path=self.path or ""),)
+
+
+class ModelSection(Section):
+    """Architecture of the decoder. Defaults follow the paper's code where it states a value."""
+
+    position: PositionScheme = Field(default="xpos", description="position scheme")
+    num_layers: PositiveInt = Field(description="number of decoder layers")
+    hidden_size: PositiveInt = Field(description="width of the residual stream")
+    num_heads: PositiveInt = Field(description="attention heads a layer")
+    num_key_value_heads: PositiveInt | None = Field(
+        default=None, description="key and value heads (grouped-query attention); null = num_heads"
+    )
+    feed_forward_size: PositiveInt | None = Field(
+        default=None, description="inner width of the feed-forward layers; null = 4 * hidden_size"
+    )
+    sequence_length: PositiveInt = Field(description="training length in tokens")
+    vocab_size: PositiveInt | None = Field(
+        default=None, description="vocabulary; null = the tokenizer of the data"
+    )
+    block_size: PositiveInt | None = Field(
+        default=None, description="block of blockwise attention in tokens; null = sequence_length / 2"
+    )
+    xpos_gamma: float = Field(default=0.4, gt=0, description="γ of xPos: larger decays less")
+    xpos_scale_base: float | None = Field(
+        default=None, gt=0, description="tokens over which xPos decays once; null = sequence_length / 2"
+    )
+    rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotation angles (xpos, rope)")
+    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="normalisation layer")
+    sub_layer_norm: bool = Field(
+        default=False, description="sub-LN (Magneto): a second norm before each output projection"
+    )
+    activation: Literal["gelu", "relu", "swiglu"] = Field(
+        default="gelu", description="feed-forward activation"
+    )
+    bias: bool = Field(default=True, description="biases in linear layers and norms")
+    tie_embeddings: bool = Field(default=True, description="share the input embedding with the output layer")
+    scale_embeddings: bool = Field(default=True, description="multiply embeddings by sqrt(hidden_size)")
+    dropout: Fraction = Field(default=0.0, description="dropout on embeddings, attention and residual branches")
+    init: Literal["xavier", "gpt2"] = Field(
+        default="xavier", description="initialisation: the paper's code (xavier) or GPT-2's"
+    )
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "ModelSection":
+        faults = []
+        if self.hidden_size % self.num_heads:
+            faults.append(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+        elif self.position in ("xpos", "rope") and self.head_size % 2:
+            faults.append(
+                f"hidden_size / num_heads = {self.head_size} is odd; {self.position} rotates pairs of dimensions"
+            )
+        if self.num_heads % self.resolved_num_key_value_heads:
+            faults.append(
+                f"num_heads {self.num_heads} is not divisible by "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.block_size is not None and self.block_size > self.sequence_length:
+            faults.append(
+                f"block_size {self.block_size} is longer than sequence_length {self.sequence_length}: "
+                "blockwise attention would reach distances that training never saw"
+            )
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def resolved_num_key_value_heads(self) -> int:
+        return self.num_key_value_heads or self.num_heads
+
+    @property
+    def resolved_feed_forward_size(self) -> int:
+        return self.feed_forward_size or 4 * self.hidden_size
+
+    @property
+    def resolved_block_size(self) -> int:
+        return self.block_size or max(1, self.sequence_length // 2)
+
+    @property
+    def resolved_xpos_scale_base(self) -> float:
+        return self.xpos_scale_base or self.sequence_length / 2
+
+
+class TrainSection(Section):
+    """Length, batch and precision of the training."""
+
+    num_steps: PositiveInt = Field(description="optimizer steps")
+    global_batch_size: PositiveInt = Field(description="sequences a step, over all processes")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="sequences a forward pass on one process; null = as large as divides"
+    )
+    precision: Precision = Field(default="bf16", description="number format of forward and backward passes")
+    gradient_clipping: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 = no clipping")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute each layer's activations in the backward pass to save memory"
+    )
+    validate_every_steps: PositiveInt | None = Field(
+        default=None, description="steps between validations; null = none"
+    )
+    validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
+
+
+class OptimizerSection(Section):
+    """AdamW; the defaults are the paper's."""
+
+    learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    beta1: Fraction = Field(default=0.9, description="decay of the first moment")
+    beta2: Fraction = Field(default=0.98, description="decay of the second moment")
+    epsilon: float = Field(default=1e-6, gt=0, description="added to the denominator")
+    weight_decay: float = Field(
+        default=0.01, ge=0, description="decoupled weight decay; not on norms, biases and embeddings"
+    )
+
+
+class ScheduleSection(Section):
+    """Learning rate over the steps: linear warm-up, then a decay."""
+
+    decay: Literal["polynomial", "cosine", "constant"] = Field(
+        default="polynomial", description="shape of the decay after the warm-up"
+    )
+    power: float = Field(default=1.0, gt=0, description="power of the polynomial decay; 1 is linear")
+    warmup_steps: int = Field(default=750, ge=0, description="steps of linear warm-up from 0")
+    final_fraction: Fraction = Field(default=0.0, description="last learning rate as a share of the peak")
+
+
+class ZeroSection(Section):
+    """DeepSpeed's ZeRO: what is partitioned over the processes."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
+    )
+    offload_optimizer: bool = Field(default=False, description="keep optimizer state in CPU memory (GPU runs)")
+    overlap_comm: bool = Field(default=True, description="overlap gradient reduction with the backward pass")
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and how many stay."""
+
+    every_steps: PositiveInt = Field(default=1000, description="steps between checkpoints")
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
+    keep_every_steps: PositiveInt | None = Field(
+        default=None, description="checkpoints at multiples of this step are kept for good; null = none"
+    )
+
+
+class MonitorSection(Section):
+    """What is reported while training."""
+
+    log_every_steps: PositiveInt = Field(default=10, description="steps between console lines")
+    wandb_mode: Literal["online", "offline", "disabled"] = Field(
+        default="offline", description="online sends to wandb, offline writes its files locally"
+    )
+    wandb_project: str = Field(default="lex-pretrain", description="wandb project")
+
+
+class Config(Section):
+    """The whole configuration of a training run."""
+
+    run: RunSection
+    data: DataSection
+    model: ModelSection
+    train: TrainSection
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    zero: ZeroSection = Field(default_factory=ZeroSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    monitor: MonitorSection = Field(default_factory=MonitorSection)
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="raw DeepSpeed settings, merged into the derived ones"
+    )
+
+    @model_validator(mode="after")
+    def _steps_and_batches_fit(self) -> "Config":
+        faults = []
+        micro, total = self.train.micro_batch_size, self.train.global_batch_size
+        if micro is not None and total % micro:
+            faults.append(f"train.global_batch_size {total} is not divisible by train.micro_batch_size {micro}")
+        if self.schedule.warmup_steps > self.train.num_steps:
+            faults.append(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than "
+                f"train.num_steps {self.train.num_steps}"
+            )
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self

@@ -1,0 +1,1 @@
+"""Shard format, manifest, mixture order and loader."""

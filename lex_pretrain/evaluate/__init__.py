@@ -1,0 +1,1 @@
+"""Perplexity by length, attention resolution, retrieval and the report."""

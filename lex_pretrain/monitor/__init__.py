@@ -1,0 +1,1 @@
+"""Metrics of a run and their sinks: console, JSONL, wandb."""
