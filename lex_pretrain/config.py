@@ -25,9 +25,7 @@ class RunSection(Section):
     """Where a run writes and what seeds it."""
 
     output_dir: str = Field(description="folder that receives config.yaml, metrics.jsonl and checkpoints/")
-    seed: int = Field(
-        default=1, ge=0, lt=2**63, description="seed of the initial weights, the data order and dropout"
-    )
+    seed: int = Field(default=1, ge=0, lt=2**63, description="seed of the initial weights, the data order and dropout")
 
 
 class SourceSection(Section):
@@ -69,9 +67,7 @@ class ModelSection(Section):
         default=None, description="inner width of the feed-forward layers; null = 4 * hidden_size"
     )
     sequence_length: PositiveInt = Field(description="training length in tokens")
-    vocab_size: PositiveInt | None = Field(
-        default=None, description="vocabulary; null = the tokenizer of the data"
-    )
+    vocab_size: PositiveInt | None = Field(default=None, description="vocabulary; null = the tokenizer of the data")
     block_size: PositiveInt | None = Field(
         default=None, description="block of blockwise attention in tokens; null = sequence_length / 2"
     )
@@ -84,9 +80,7 @@ class ModelSection(Section):
     sub_layer_norm: bool = Field(
         default=False, description="sub-LN (Magneto): a second norm before each output projection"
     )
-    activation: Literal["gelu", "relu", "swiglu"] = Field(
-        default="gelu", description="feed-forward activation"
-    )
+    activation: Literal["gelu", "relu", "swiglu"] = Field(default="gelu", description="feed-forward activation")
     bias: bool = Field(default=True, description="biases in linear layers and norms")
     tie_embeddings: bool = Field(default=True, description="share the input embedding with the output layer")
     scale_embeddings: bool = Field(default=True, description="multiply embeddings by sqrt(hidden_size)")
@@ -106,8 +100,7 @@ class ModelSection(Section):
             )
         if self.num_heads % self.resolved_num_key_value_heads:
             faults.append(
-                f"num_heads {self.num_heads} is not divisible by "
-                f"num_key_value_heads {self.num_key_value_heads}"
+                f"num_heads {self.num_heads} is not divisible by num_key_value_heads {self.num_key_value_heads}"
             )
         if self.block_size is not None and self.block_size > self.sequence_length:
             faults.append(
@@ -152,9 +145,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="recompute each layer's activations in the backward pass to save memory"
     )
-    validate_every_steps: PositiveInt | None = Field(
-        default=None, description="steps between validations; null = none"
-    )
+    validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
 
 

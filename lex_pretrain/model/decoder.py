@@ -1,0 +1,166 @@
+"""The LeX decoder: embedding, pre-norm layers of attention and feed-forward, output over the vocabulary.
+
+Shapes: B batch, T tokens, H heads, D head size, E hidden size, V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lex_pretrain.config import AttentionMode, ModelSection
+from lex_pretrain.model.attention import Attention, make_attention
+from lex_pretrain.model.cache import Cache, LayerCache
+from lex_pretrain.model.init import initialize
+from lex_pretrain.model.positions import make_positions
+
+VOCABULARY_MULTIPLE = 128
+
+
+def make_norm(config: ModelSection, size: int) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(size, eps=1e-5)
+    return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
+
+
+class SelfAttention(nn.Module):
+    """Projections around an attention mode; key and value heads may be fewer than query heads."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.num_heads = config.num_heads
+        self.num_key_value_heads = config.resolved_num_key_value_heads
+        self.dropout = config.dropout
+        num_projected_heads = self.num_heads + 2 * self.num_key_value_heads
+        self.qkv = nn.Linear(config.hidden_size, num_projected_heads * self.head_size, bias=config.bias)
+        self.inner_norm = make_norm(config, config.hidden_size) if config.sub_layer_norm else nn.Identity()
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def project(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, key-value heads, D], all without positions."""
+        heads = (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)
+        q, k, v = self.qkv(x_BTE).unflatten(-1, (-1, self.head_size)).split(heads, dim=2)
+        return q, k, v
+
+    def forward(self, x_BTE: Tensor, attention: Attention, cache: LayerCache | None) -> Tensor:
+        q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE)
+        mixed = attention(q_BTHD, k_BTHD, v_BTHD, cache, self.dropout if self.training else 0.0)
+        out: Tensor = self.output(self.inner_norm(mixed.flatten(2)))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around an activation; `swiglu` gates the inner width with a third."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        inner = config.resolved_feed_forward_size
+        self.activation = config.activation
+        self.input = nn.Linear(
+            config.hidden_size, 2 * inner if self.activation == "swiglu" else inner, bias=config.bias
+        )
+        self.inner_norm = make_norm(config, inner) if config.sub_layer_norm else nn.Identity()
+        self.output = nn.Linear(inner, config.hidden_size, bias=config.bias)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        inner = self.input(x_BTE)
+        if self.activation == "swiglu":
+            gate, inner = inner.chunk(2, dim=-1)
+            inner = F.silu(gate) * inner
+        else:
+            inner = F.gelu(inner) if self.activation == "gelu" else F.relu(inner)
+        out: Tensor = self.output(self.inner_norm(inner))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, config.hidden_size)
+        self.attention = SelfAttention(config)
+        self.feed_forward_norm = make_norm(config, config.hidden_size)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTE: Tensor, attention: Attention, cache: LayerCache | None) -> Tensor:
+        x_BTE = x_BTE + self.dropout(self.attention(self.attention_norm(x_BTE), attention, cache))
+        out: Tensor = x_BTE + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTE)))
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    `vocab_size` is the tokenizer's; the tables are padded to a multiple of 128, and padded ids never get a logit.
+    """
+
+    def __init__(self, config: ModelSection, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("model.vocab_size must be resolved from the data before a decoder is made")
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.activation_checkpointing = activation_checkpointing
+        padded_vocab_size = -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        self.embedding = nn.Embedding(padded_vocab_size, config.hidden_size)
+        self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
+        self.positions = make_positions(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = make_norm(config, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+        initialize(self, config)
+
+    def make_cache(self) -> Cache:
+        """An empty context for decoding or streaming."""
+        return Cache(self.config.num_layers)
+
+    def hidden_states(
+        self, tokens_BT: Tensor, attention: AttentionMode = "causal", cache: Cache | None = None
+    ) -> Tensor:
+        """Normalised last hidden states [B, T, E].
+
+        With a `cache`, the tokens continue those it has seen and the cache takes them in; the attention mode stays
+        the same for a cache's whole life (ValueError).
+        """
+        start = 0
+        if cache is not None:
+            if cache.attention not in (None, attention):
+                raise ValueError(f"the cache was filled with {cache.attention} attention, not {attention}")
+            cache.attention = attention
+            start = cache.num_tokens_seen
+            cache.num_tokens_seen += tokens_BT.shape[1]
+        num_tokens = tokens_BT.shape[1]
+        x_BTE = self.embedding(tokens_BT) * self.embedding_scale
+        position_TE = self.positions.embed(start, num_tokens, x_BTE)
+        x_BTE = self.dropout(x_BTE if position_TE is None else x_BTE + position_TE)
+        mode = make_attention(attention, self.config, self.positions, start, num_tokens)
+        for index, layer in enumerate(self.layers):
+            if self.activation_checkpointing and self.training:
+                x_BTE = checkpoint(layer, x_BTE, mode, None, use_reentrant=False)
+            else:
+                x_BTE = layer(x_BTE, mode, None if cache is None else cache.layers[index])
+        out: Tensor = self.norm(x_BTE)
+        return out
+
+    def logits(self, hidden_BTE: Tensor) -> Tensor:
+        """Scores [B, T, V] of every next token, from `hidden_states`."""
+        scores: Tensor = self.output(hidden_BTE)
+        return scores[..., : self.vocab_size]
+
+    def forward(self, tokens_BT: Tensor, attention: AttentionMode = "causal", cache: Cache | None = None) -> Tensor:
+        """Logits [B, T, V] of the token that follows each of `tokens_BT`."""
+        return self.logits(self.hidden_states(tokens_BT, attention, cache))
+
+
+def count_parameters(config: ModelSection) -> int:
+    """Parameters of the decoder, without making it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())

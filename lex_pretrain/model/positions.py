@@ -1,0 +1,174 @@
+"""Position schemes: how a decoder knows where its tokens are.
+
+`Positions` is the one interface. A scheme acts at up to three places: it adds vectors to the embeddings,
+it rotates queries and keys, or it adds a bias to the attention scores.
+
+Angles, scales and slopes are computed in float64 from plain numbers at every use and rounded once. None is a
+buffer or a parameter, so casting the module (`.bfloat16()`, DeepSpeed's precision) cannot degrade them.
+
+Shapes: B batch, T tokens, H heads, D head size, E hidden size.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lex_pretrain.config import ModelSection
+
+Role = Literal["query", "key"]
+
+
+class Positions(nn.Module):
+    """The scheme `none`, and the interface of all others: every hook does nothing."""
+
+    # Tokens that one attention call may span around a common centre; None where any number is exact.
+    max_span_tokens: int | None = None
+
+    def embed(self, start: int, num_tokens: int, like: Tensor) -> Tensor | None:
+        """Vectors [T, E] to add to the embeddings of positions start .. start + T - 1, or None."""
+        return None
+
+    def rotation(self, start: int, num_tokens: int, role: Role, device: torch.device) -> Tensor | None:
+        """Complex factors [T, 1, D/2] for `rotate`, for positions counted from the attention's centre, or None."""
+        return None
+
+    def bias(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """Scores' bias [H, queries, keys] in float32 where the last query stands at the last key, or None."""
+        return None
+
+
+class RotaryPositions(Positions):
+    """Scheme `rope`: pairs of dimensions (x0, x1), (x2, x3), ... turned by position times angle."""
+
+    def __init__(self, head_size: int, theta: float) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.theta = theta
+
+    def angles(self, device: torch.device) -> Tensor:
+        """Angle a token [D/2], float64: theta^(-2i/D)."""
+        pair = torch.arange(self.head_size // 2, dtype=torch.float64, device=device)
+        return torch.pow(self.theta, -2 * pair / self.head_size)
+
+    def log_scales(self, device: torch.device) -> Tensor:
+        """Natural logarithm [D/2], float64, of the query's scale a token; RoPE has none."""
+        return torch.zeros(self.head_size // 2, dtype=torch.float64, device=device)
+
+    def rotation(self, start: int, num_tokens: int, role: Role, device: torch.device) -> Tensor:
+        position = torch.arange(start, start + num_tokens, dtype=torch.float64, device=device)
+        log_scale = self.log_scales(device) * (1.0 if role == "query" else -1.0)
+        # A complex number holds both: its angle turns the pair, its modulus is the xPos scale.
+        factors = torch.polar(torch.exp(torch.outer(position, log_scale)), torch.outer(position, self.angles(device)))
+        return factors.to(torch.complex64).unsqueeze(1)
+
+
+class XPosPositions(RotaryPositions):
+    """Scheme `xpos`: RoPE whose queries scale by zeta^(n / base) and keys by zeta^(-n / base).
+
+    Section 3.1 and Algorithm 1 of "A Length-Extrapolatable Transformer" (arXiv 2212.10554), with the scale base of
+    the authors' code. A score depends on the distance alone and decays with it, for keys not after the query.
+    """
+
+    # exp(20) squared stays far from the limits of float32 and bfloat16, which share their exponent range.
+    _MAX_LOG_SCALE = 20.0
+
+    def __init__(self, head_size: int, theta: float, gamma: float, scale_base: float) -> None:
+        super().__init__(head_size, theta)
+        self.gamma = gamma
+        self.scale_base = scale_base
+        steepest = -math.log(gamma / (1 + gamma)) / scale_base
+        self.max_span_tokens = max(2, int(2 * self._MAX_LOG_SCALE / steepest))
+
+    def log_scales(self, device: torch.device) -> Tensor:
+        pair = torch.arange(self.head_size // 2, dtype=torch.float64, device=device)
+        zeta = (pair / (self.head_size / 2) + self.gamma) / (1 + self.gamma)
+        return torch.log(zeta) / self.scale_base
+
+
+class AlibiPositions(Positions):
+    """Scheme `alibi`: scores fall linearly with distance, each head with its own slope (arXiv 2108.12409)."""
+
+    # The bias is a matrix of queries by keys, so the attention is cut into pieces of this many queries.
+    max_span_tokens = 1024
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """Slopes [H], float64: a geometric sequence; heads beyond a power of two fill in every other one."""
+        power = 2 ** math.floor(math.log2(self.num_heads))
+        exponents = [8 * (head + 1) / power for head in range(power)]
+        exponents += [4 * (2 * head + 1) / power for head in range(self.num_heads - power)]
+        return torch.pow(2.0, -torch.tensor(exponents, dtype=torch.float64, device=device))
+
+    def bias(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        query = torch.arange(num_keys - num_queries, num_keys, dtype=torch.float64, device=device)
+        key = torch.arange(num_keys, dtype=torch.float64, device=device)
+        distance = query[:, None] - key[None, :]
+        return (-self.slopes(device)[:, None, None] * distance).float()
+
+
+class SinusoidalPositions(Positions):
+    """Scheme `sinusoidal`: the fixed waves of "Attention Is All You Need" (arXiv 1706.03762), interleaved."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def embed(self, start: int, num_tokens: int, like: Tensor) -> Tensor:
+        position = torch.arange(start, start + num_tokens, dtype=torch.float64, device=like.device)
+        pair = torch.arange((self.hidden_size + 1) // 2, dtype=torch.float64, device=like.device)
+        angle = torch.outer(position, torch.pow(10000.0, -2 * pair / self.hidden_size))
+        waves = torch.stack((torch.sin(angle), torch.cos(angle)), dim=-1).flatten(1)
+        return waves[:, : self.hidden_size].to(like.dtype)
+
+
+class LearnedPositions(Positions):
+    """Scheme `learned`: one trained vector a position, as many as the training length."""
+
+    def __init__(self, sequence_length: int, hidden_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(sequence_length, hidden_size)
+
+    def embed(self, start: int, num_tokens: int, like: Tensor) -> Tensor:
+        """Raises ValueError past the table: there is no vector for a position that training never saw."""
+        if start + num_tokens > self.table.num_embeddings:
+            raise ValueError(
+                f"learned positions end at the training length {self.table.num_embeddings}, and position "
+                f"{start + num_tokens - 1} was asked for: this scheme has no vectors past it and cannot extrapolate"
+            )
+        embedded: Tensor = self.table(torch.arange(start, start + num_tokens, device=like.device))
+        return embedded
+
+
+def make_positions(config: ModelSection) -> Positions:
+    """The scheme that `model.position` names."""
+    match config.position:
+        case "xpos":
+            return XPosPositions(
+                config.head_size, config.rotary_theta, config.xpos_gamma, config.resolved_xpos_scale_base
+            )
+        case "rope":
+            return RotaryPositions(config.head_size, config.rotary_theta)
+        case "alibi":
+            return AlibiPositions(config.num_heads)
+        case "sinusoidal":
+            return SinusoidalPositions(config.hidden_size)
+        case "learned":
+            return LearnedPositions(config.sequence_length, config.hidden_size)
+        case "none":
+            return Positions()
+
+
+def rotate(x_BTHD: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply interleaved pairs of `x_BTHD` by complex `factors` [T, 1, D/2] in float32, rounded to `dtype` once.
+
+    Without factors only the dtype changes.
+    """
+    if factors is None:
+        return x_BTHD.to(dtype)
+    pairs = torch.view_as_complex(x_BTHD.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * factors).flatten(-2).to(dtype)
