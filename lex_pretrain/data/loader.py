@@ -1,0 +1,62 @@
+"""Batches of training windows, cut from token streams at load time, so one dataset serves every length."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lex_pretrain.config import DataSection
+from lex_pretrain.data.order import SampleOrder
+from lex_pretrain.data.shards import TokenDataset
+from lex_pretrain.errors import RequestError
+
+
+class Loader:
+    """Windows of `sequence_length` tokens and the token after each, of one or several datasets."""
+
+    def __init__(
+        self, datasets: Sequence[TokenDataset], weights: Sequence[float], sequence_length: int, seed: int
+    ) -> None:
+        self.datasets = tuple(datasets)
+        self.sequence_length = sequence_length
+        num_windows = [(dataset.num_tokens - 1) // sequence_length for dataset in self.datasets]
+        for dataset, windows in zip(self.datasets, num_windows, strict=True):
+            if windows < 1:
+                raise RequestError(
+                    f"{dataset.folder}: its {dataset.split} split holds {dataset.num_tokens} tokens, too few for one "
+                    f"window of model.sequence_length {sequence_length} and the token after it"
+                )
+        self.order = SampleOrder(num_windows, weights, seed)
+
+    def windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens [B, sequence_length + 1] of the given global sample indices."""
+        sources, windows = self.order.locate(samples)
+        tokens = np.empty((len(samples), self.sequence_length + 1), dtype=np.int64)
+        for source, dataset in enumerate(self.datasets):
+            of_source = sources == source
+            if of_source.any():
+                starts = windows[of_source] * self.sequence_length
+                tokens[of_source] = dataset.read_windows(starts, self.sequence_length + 1)
+        return tokens
+
+    def micro_batch(self, samples: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Input tokens and their next tokens, both [B, sequence_length], on `device`."""
+        tokens = torch.from_numpy(self.windows(samples))
+        if device.type == "cuda":
+            tokens = tokens.pin_memory().to(device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def open_sources(data: DataSection, split: str) -> list[TokenDataset]:
+    """Open every source of a run. RequestError when two were made with different tokenizers."""
+    datasets = [TokenDataset.open(Path(source.path), split) for source in data.resolved_sources]
+    fingerprints = {dataset.manifest.tokenizer.fingerprint for dataset in datasets}
+    if len(fingerprints) > 1:
+        listed = ", ".join(f"{dataset.folder} ({dataset.manifest.tokenizer.fingerprint[:12]})" for dataset in datasets)
+        raise RequestError(
+            f"the sources were prepared with different tokenizers: {listed}; prepare them again with one --tokenizer"
+        )
+    return datasets

@@ -1,0 +1,181 @@
+"""Checkpoints that are complete or invisible.
+
+A checkpoint is written under a temporary name, every file is flushed and listed in `files.json` with its size and
+SHA-256, then the folder is renamed to `step-XXXXXXXX` and `latest` moves. A folder with its final name is therefore
+whole, unless the disk broke it later; that shows when it is verified.
+
+Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights that forward passes use),
+`config.yaml`, `tokenizer.model`, `state.json`, `files.json`.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from safetensors.torch import save_file
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
+from lex_pretrain.errors import JobError, RequestError
+from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
+from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from lex_pretrain.train.distributed import Ranks
+
+DEEPSPEED_TAG = "deepspeed"
+FILES_FILE = "files.json"
+STATE_FILE = "state.json"
+LATEST_FILE = "latest"
+
+logger = logging.getLogger("lex_pretrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Where a run stands. `samples` alone fixes the data order from here on."""
+
+    step: int
+    samples: int
+    tokens: int
+    world_size: int
+    zero_stage: int
+    data_fingerprint: str
+    wandb_run_id: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, config: Config, ranks: Ranks, tokenizer_file: Path) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.tokenizer_file = tokenizer_file
+        self.folder = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
+
+    def save(self, engine: Any, decoder: Decoder, state: TrainState) -> Path:
+        """Write the checkpoint of `state.step`, on all ranks together, and remove those no longer kept."""
+        final = self.folder / f"step-{state.step:08d}"
+        temporary = self.folder / f".{final.name}.tmp"
+        if self.ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        torch.distributed.barrier()
+        engine.save_checkpoint(str(temporary), tag=DEEPSPEED_TAG, save_latest=False)
+        weights = gather_weights(decoder, keep=self.ranks.rank == 0)
+        if self.ranks.rank == 0:
+            save_file(weights, temporary / WEIGHTS_FILE)
+            save_config(self.config, temporary / CONFIG_FILE)
+            shutil.copyfile(self.tokenizer_file, temporary / TOKENIZER_FILE)
+            write_json(temporary / STATE_FILE, dataclasses.asdict(state))
+        torch.distributed.barrier()
+        listed = self._flush_and_list(temporary)
+        if self.ranks.rank == 0:
+            write_json(temporary / FILES_FILE, listed)
+            self._publish(temporary, final)
+            self._remove_old(newest=state.step)
+        torch.distributed.barrier()
+        return final
+
+    def newest_good(self) -> tuple[Path, TrainState] | None:
+        """The newest checkpoint whose files are all as listed; a broken one is passed over with a warning."""
+        candidates = sorted(self.folder.glob("step-*"), reverse=True)
+        for candidate in candidates:
+            faults = self.verify(candidate)
+            if not faults:
+                return candidate, self.read_state(candidate)
+            if self.ranks.rank == 0:
+                logger.warning("checkpoint %s is broken and passed over: %s", candidate, "; ".join(faults))
+        if candidates:
+            raise JobError(
+                f"every checkpoint in {self.folder} is broken; restore one from a copy, "
+                "or train anew into another run.output_dir"
+            )
+        return None
+
+    def verify(self, checkpoint: Path) -> list[str]:
+        """Faults of a checkpoint's files against `files.json`, found by all ranks together."""
+        try:
+            listed: list[dict[str, Any]] = read_json(checkpoint / FILES_FILE)
+        except RequestError as error:
+            return [str(error)]
+        faults = []
+        for entry in listed[self.ranks.rank :: self.ranks.world_size]:
+            file = checkpoint / entry["path"]
+            if not file.is_file():
+                faults.append(f"{entry['path']} is missing")
+            elif file.stat().st_size != entry["num_bytes"]:
+                faults.append(f"{entry['path']} has {file.stat().st_size} bytes, not {entry['num_bytes']}")
+            elif sha256_of_file(file) != entry["sha256"]:
+                faults.append(f"{entry['path']} has changed (SHA-256 differs)")
+        return self._gather(faults)
+
+    def read_state(self, checkpoint: Path) -> TrainState:
+        return TrainState(**read_json(checkpoint / STATE_FILE))
+
+    def load(self, engine: Any, checkpoint: Path) -> None:
+        """Fill the engine from a verified checkpoint of the same world size and ZeRO stage."""
+        state = self.read_state(checkpoint)
+        here = (self.ranks.world_size, self.config.zero.stage)
+        if (state.world_size, state.zero_stage) != here:
+            raise RequestError(
+                f"{checkpoint} was saved by {state.world_size} processes at ZeRO stage {state.zero_stage}, and this "
+                f"run has {here[0]} at stage {here[1]}; resume with the same of both"
+            )
+        loaded, _ = engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
+        if loaded is None:
+            raise JobError(f"DeepSpeed found no checkpoint in {checkpoint / DEEPSPEED_TAG}")
+
+    def _flush_and_list(self, folder: Path) -> list[dict[str, Any]]:
+        """Every file's path, size and SHA-256; the ranks share the reading."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        entries = []
+        for file in files[self.ranks.rank :: self.ranks.world_size]:
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+            path = file.relative_to(folder).as_posix()
+            entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)})
+        return sorted(self._gather(entries), key=lambda entry: str(entry["path"]))
+
+    def _gather(self, mine: list[Any]) -> list[Any]:
+        parts: list[list[Any]] = [[] for _ in range(self.ranks.world_size)]
+        torch.distributed.all_gather_object(parts, mine)
+        return [item for part in parts for item in part]
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        sync_folder(temporary)
+        if final.exists():
+            # Only a broken checkpoint can stand here: a good one would have been resumed from.
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_folder(self.folder)
+        write_text(self.folder / LATEST_FILE, final.name + "\n")
+
+    def _remove_old(self, newest: int) -> None:
+        settings = self.config.checkpoint
+        steps = sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        for step in [step for step in steps if step <= newest][: -settings.keep_last]:
+            if settings.keep_every_steps and step % settings.keep_every_steps == 0:
+                continue
+            # Renamed first, so that a removal cut short leaves no half checkpoint under a good name.
+            removed = (self.folder / f"step-{step:08d}").rename(self.folder / f".step-{step:08d}.removed")
+            shutil.rmtree(removed)
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+
+
+def gather_weights(decoder: Decoder, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole parameters on the CPU by name, from ZeRO-3 partitions too; empty where `keep` is false."""
+    from deepspeed import zero
+
+    weights = {}
+    for name, parameter in decoder.named_parameters():
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+            if keep:
+                weights[name] = parameter.detach().cpu().clone()
+    return weights

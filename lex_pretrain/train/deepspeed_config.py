@@ -1,0 +1,91 @@
+"""The DeepSpeed dict of a run, made in one pure function from its config."""
+
+import copy
+from typing import Any
+
+from lex_pretrain.config import Config
+from lex_pretrain.errors import RequestError
+
+# Keys of a user's `deepspeed:` section that would contradict ours, and what to set instead.
+OWNED_KEYS = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size, which give it",
+    "gradient_clipping": "train.gradient_clipping",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+    "optimizer": "the optimizer section",
+    "scheduler": "the schedule section",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.offload_optimizer": "zero.offload_optimizer",
+}
+
+
+def micro_batch_size(config: Config, world_size: int) -> int:
+    """Sequences a forward pass on one process. RequestError when the global batch cannot be made of them."""
+    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if total % world_size:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        raise RequestError(
+            f"train.global_batch_size {total} is not divisible by {world_size} processes; "
+            f"process counts that fit: {', '.join(map(str, divisors))}"
+        )
+    share = total // world_size
+    if micro is None:
+        return share
+    if share % micro:
+        fitting = [n for n in range(1, share + 1) if share % n == 0]
+        raise RequestError(
+            f"train.micro_batch_size {micro} times {world_size} processes does not divide train.global_batch_size "
+            f"{total}; micro batch sizes that fit: {', '.join(map(str, fitting))}"
+        )
+    return micro
+
+
+def make_deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets. RequestError when the user's `deepspeed:` section sets a key that is ours."""
+    micro = micro_batch_size(config, world_size)
+    zero: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": config.zero.overlap_comm}
+    if config.zero.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    derived: dict[str, Any] = {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": config.train.global_batch_size // (micro * world_size),
+        "gradient_clipping": config.train.gradient_clipping,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+    if config.train.precision == "bf16":
+        derived["bf16"] = {"enabled": True}
+        # Micro batches and ranks are summed in float32, so that their number does not change the result.
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif config.train.precision == "fp16":
+        derived["fp16"] = {"enabled": True}
+    faults = [
+        f"deepspeed.{key} is derived from this config; set {instead}"
+        for key, instead in OWNED_KEYS.items()
+        if _has(config.deepspeed, key)
+    ]
+    if faults:
+        raise RequestError("\n".join(faults))
+    return _merge(derived, config.deepspeed)
+
+
+def _has(section: dict[str, Any], dotted_key: str) -> bool:
+    node: Any = section
+    for part in dotted_key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(base)
+    for key, value in extra.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else copy.deepcopy(value)
+    return merged

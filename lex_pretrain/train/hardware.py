@@ -1,0 +1,64 @@
+"""What this machine can do: device, precision, processes, and the rate of its matrix unit."""
+
+import os
+import time
+
+import torch
+
+from lex_pretrain.config import Precision
+from lex_pretrain.errors import RequestError
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def device_of_rank(local_rank: int) -> torch.device:
+    """The GPU of a process on its host, or the CPU where there is none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices in hardware (AVX-512 BF16 or AMX); emulated, they are slower."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def choose_precision() -> tuple[Precision, str]:
+    """The precision for a run that leaves it open, and why."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", f"{name} computes bf16"
+        return "fp16", f"{name} has no bf16"
+    if cpu_has_bf16():
+        return "bf16", "no GPU; this CPU multiplies bf16 in hardware"
+    return "fp32", "no GPU, and this CPU has no bf16 in hardware"
+
+
+def choose_num_processes() -> tuple[int, str]:
+    """Processes on this host for a run that leaves it open, and why."""
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        return count, f"one for each of {count} GPUs"
+    cores = len(os.sched_getaffinity(0))
+    count = 2 if cores >= 2 else 1
+    return count, f"no GPU; {cores} CPU cores, {cores // count} threads a process"
+
+
+def check_precision(precision: Precision) -> None:
+    """Raises RequestError when this machine cannot train in `precision`."""
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise RequestError("train.precision fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use bf16 or fp32 here")
+
+
+def measure_matmul_flops(device: torch.device, precision: Precision) -> float:
+    """Floating-point operations a second of a large matrix product: what MFU is stated against."""
+    size = 4096 if device.type == "cuda" else 768
+    a, b = (torch.randn(size, size, device=device, dtype=TORCH_DTYPES[precision]) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return float(2 * size**3 / min(seconds))

@@ -1,0 +1,69 @@
+"""Where a run starts: afresh, or from a checkpoint that belongs to it."""
+
+from pathlib import Path
+
+import yaml
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import differing_keys
+from lex_pretrain.errors import RequestError
+from lex_pretrain.model.loading import CONFIG_FILE
+from lex_pretrain.train.checkpoint import Checkpoints, TrainState
+from lex_pretrain.train.distributed import Ranks
+
+NEVER = "never"
+
+# Keys that may change between stop and resume: they move neither the data order nor the meaning of what was saved.
+HARMLESS_KEYS = (
+    "run.output_dir",
+    "data.path",
+    "train.num_steps",
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.validate_every_steps",
+    "train.validation_num_sequences",
+    "zero.overlap_comm",
+    "checkpoint.",
+    "monitor.",
+)
+
+
+def check_same_run(config: Config, output_dir: Path, resume: str | None, ranks: Ranks) -> None:
+    """Raises RequestError, naming the keys, when the output folder holds a run of another config."""
+    file = output_dir / CONFIG_FILE
+    if not file.is_file():
+        return
+    if resume == NEVER:
+        raise RequestError(f"{output_dir} already holds a run; --resume never needs an empty run.output_dir")
+    old = yaml.safe_load(file.read_text(encoding="utf-8"))
+    faults = [
+        fault for fault in differing_keys(old, config.model_dump(mode="json")) if not fault.startswith(HARMLESS_KEYS)
+    ]
+    if faults:
+        listed = "\n".join(f"  {fault}" for fault in faults)
+        raise RequestError(
+            f"{output_dir} holds another run; these keys differ:\n{listed}\n"
+            "restore them to go on with that run, or choose another run.output_dir"
+        )
+
+
+def find_start(checkpoints: Checkpoints, resume: str | None, data_fingerprint: str) -> tuple[Path, TrainState] | None:
+    """The verified checkpoint to start from, or None to start afresh. An explicit wish that cannot be met fails."""
+    if resume == NEVER:
+        return None
+    if resume is None:
+        start = checkpoints.newest_good()
+    else:
+        folder = checkpoints.folder / f"step-{int(resume):08d}" if resume.isdigit() else Path(resume)
+        if not folder.is_dir():
+            there = ", ".join(sorted(path.name for path in checkpoints.folder.glob("step-*"))) or "none"
+            raise RequestError(f"--resume {resume}: {folder} does not exist; checkpoints there: {there}")
+        if faults := checkpoints.verify(folder):
+            raise RequestError(f"--resume {resume}: {folder} is broken: {'; '.join(faults)}")
+        start = (folder, checkpoints.read_state(folder))
+    if start is not None and start[1].data_fingerprint != data_fingerprint:
+        raise RequestError(
+            f"{start[0]} was trained on other data (fingerprint {start[1].data_fingerprint[:12]} there, "
+            f"{data_fingerprint[:12]} here); point data at the dataset it was made from"
+        )
+    return start

@@ -1,0 +1,256 @@
+"""One training run: what a step does, and the loop over steps."""
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
+from lex_pretrain.data.loader import Loader, open_sources
+from lex_pretrain.data.order import derive_key
+from lex_pretrain.errors import RequestError, StoppedError
+from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model.flops import training_flops_per_token
+from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
+from lex_pretrain.monitor.monitor import Monitor, StepMetrics
+from lex_pretrain.train.checkpoint import Checkpoints, TrainState
+from lex_pretrain.train.deepspeed_config import make_deepspeed_config
+from lex_pretrain.train.distributed import Ranks, init_distributed
+from lex_pretrain.train.hardware import check_precision, device_of_rank, measure_matmul_flops
+from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
+from lex_pretrain.train.resume import check_same_run, find_start
+from lex_pretrain.train.schedule import learning_rate
+from lex_pretrain.train.stop import StopRequest
+from lex_pretrain.train.validation import Validation
+
+logger = logging.getLogger("lex_pretrain")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports, equal on all ranks."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    stop_requested: bool
+
+
+class Trainer:
+    """The engine with its data: everything that a step needs."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.device = device_of_rank(ranks.local_rank)
+        datasets = open_sources(config.data, split="train")
+        self.config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
+        self.data_fingerprint = "+".join(dataset.manifest.fingerprint for dataset in datasets)
+        self.tokenizer_file = datasets[0].folder / TOKENIZER_FILE
+        weights = [source.weight for source in config.data.resolved_sources]
+        self.loader = Loader(datasets, weights, config.model.sequence_length, config.run.seed)
+        self.decoder, self.engine = make_engine(self.config, ranks)
+        self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
+        self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
+
+    def train_step(self, step: int, stop_requested: bool) -> StepResult:
+        """One optimizer step over the global batch of samples step * G .. (step + 1) * G - 1."""
+        rate = learning_rate(step, self.config)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.train()
+        losses = []
+        for micro_step in range(self.num_micro_steps):
+            self._seed_dropout(step, micro_step)
+            tokens, next_tokens = self.loader.micro_batch(self._samples(step, micro_step), self.device)
+            loss = self.engine(tokens, next_tokens)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        # One exchange carries what all ranks must agree on: the mean loss, and whether any was told to stop.
+        shared = torch.stack([torch.stack(losses).double().mean(), torch.tensor(float(stop_requested)).to(self.device)])
+        torch.distributed.all_reduce(shared)
+        loss_sum, num_stopped = shared.tolist()
+        return StepResult(
+            loss=loss_sum / self.ranks.world_size,
+            grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
+            learning_rate=rate,
+            skipped=not self.engine.was_step_applied(),
+            stop_requested=num_stopped > 0,
+        )
+
+    def _samples(self, step: int, micro_step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Global sample indices of this rank's micro batch. Which rank takes which never changes the set of a step."""
+        per_micro_step = self.micro_batch_size * self.ranks.world_size
+        first = step * self.config.train.global_batch_size + micro_step * per_micro_step
+        first += self.ranks.rank * self.micro_batch_size
+        return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
+
+    def _seed_dropout(self, step: int, micro_step: int) -> None:
+        if self.config.model.dropout > 0:
+            key = derive_key(self.config.run.seed, "dropout", step, micro_step, self.ranks.rank)
+            torch.manual_seed(key)
+
+
+def resolve_vocab_size(config: Config, data_vocab_size: int) -> Config:
+    """The config with the data's vocabulary. RequestError when it names a smaller one."""
+    vocab_size = config.model.vocab_size
+    if vocab_size is not None and vocab_size < data_vocab_size:
+        raise RequestError(
+            f"model.vocab_size {vocab_size} is smaller than the {data_vocab_size} pieces of the data's tokenizer"
+        )
+    model = config.model.model_copy(update={"vocab_size": vocab_size or data_vocab_size})
+    return config.model_copy(update={"model": model})
+
+
+def make_engine(config: Config, ranks: Ranks) -> tuple[Decoder, Any]:
+    """The decoder and the DeepSpeed engine around it, with the same initial weights on every rank."""
+    import deepspeed
+
+    settings = make_deepspeed_config(config, ranks.world_size)
+    torch.manual_seed(derive_key(config.run.seed, "initial weights"))
+    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero.stage == 3):
+        decoder = Decoder(config.model, config.train.activation_checkpointing)
+    module = NextTokenLoss(decoder)
+    groups = parameter_groups(module, config.optimizer.weight_decay)
+    optimizer_class: Any = torch.optim.AdamW
+    options: dict[str, Any] = {"fused": True}
+    if config.zero.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer_class, options = DeepSpeedCPUAdam, {"adamw_mode": True}
+    optimizer = optimizer_class(
+        groups,
+        lr=config.optimizer.learning_rate,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.epsilon,
+        **options,
+    )
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    return decoder, engine
+
+
+def train(config: Config, resume: str | None = None) -> None:
+    """Run or go on with the training that `config` describes, on every rank of the job.
+
+    `resume` is None to go on where the output folder stands, "never", a step number, or a checkpoint's path.
+    Raises StoppedError after a stop signal, once a checkpoint is saved.
+    """
+    check_precision(config.train.precision)
+    output_dir = Path(config.run.output_dir)
+    stop = StopRequest()
+    ranks = init_distributed()
+    main = ranks.rank == 0
+    trainer = Trainer(config, ranks)
+    config = trainer.config
+    check_same_run(config, output_dir, resume, ranks)
+    checkpoints = Checkpoints(config, ranks, trainer.tokenizer_file)
+    state = TrainState(0, 0, 0, ranks.world_size, config.zero.stage, trainer.data_fingerprint)
+    start = find_start(checkpoints, resume, trainer.data_fingerprint)
+    if start is not None:
+        checkpoint, saved = start
+        checkpoints.load(trainer.engine, checkpoint)
+        state = replace(
+            state, step=saved.step, samples=saved.samples, tokens=saved.tokens, wandb_run_id=saved.wandb_run_id
+        )
+    if main:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, output_dir / CONFIG_FILE)
+        describe(trainer, state)
+    torch.distributed.barrier()
+    monitor = Monitor(config, output_dir, main, config.train.num_steps, state.step, state.wandb_run_id)
+    try:
+        if start is not None:
+            monitor.event("resumed", step=state.step, checkpoint=start[0].name)
+        run_steps(trainer, checkpoints, monitor, replace(state, wandb_run_id=monitor.wandb_run_id), stop)
+    finally:
+        monitor.close()
+
+
+def run_steps(
+    trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state: TrainState, stop: StopRequest
+) -> None:
+    """The loop: step, report, validate, save."""
+    config, ranks = trainer.config, trainer.ranks
+    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    flops_per_token = training_flops_per_token(config.model)
+    peak_flops = measure_matmul_flops(trainer.device, config.train.precision) * ranks.world_size
+    validation = Validation(config, ranks, trainer.device)
+    while state.step < config.train.num_steps:
+        started = time.perf_counter()
+        result = trainer.train_step(state.step, stop.received is not None)
+        seconds = time.perf_counter() - started
+        state = replace(
+            state,
+            step=state.step + 1,
+            samples=state.samples + config.train.global_batch_size,
+            tokens=state.tokens + tokens_per_step,
+        )
+        monitor.step(
+            StepMetrics(
+                step=state.step,
+                samples=state.samples,
+                tokens=state.tokens,
+                loss=result.loss,
+                lr=result.learning_rate,
+                grad_norm=result.grad_norm,
+                tokens_per_second=tokens_per_step / seconds,
+                mfu=flops_per_token * tokens_per_step / seconds / peak_flops,
+                step_seconds=seconds,
+                skipped=result.skipped,
+            )
+        )
+        done = state.step == config.train.num_steps
+        if validation.due(state.step) or (done and validation.enabled):
+            monitor.event("validation", step=state.step, **validation.run(trainer.engine))
+        if not math.isfinite(result.loss):
+            monitor.event("non_finite", step=state.step, loss=str(result.loss))
+        if done or result.stop_requested or state.step % config.checkpoint.every_steps == 0:
+            folder = checkpoints.save(trainer.engine, trainer.decoder, state)
+            monitor.event("saved", step=state.step, checkpoint=folder.name)
+        if result.stop_requested and not done:
+            raise StoppedError(
+                f"stopped on a signal after saving step {state.step} of {config.train.num_steps}; "
+                "the same command goes on from there"
+            )
+
+
+def describe(trainer: Trainer, state: TrainState) -> None:
+    """Say what is about to run, so that a wrong setting shows before it costs anything."""
+    config, ranks = trainer.config, trainer.ranks
+    num_parameters = sum(
+        math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trainer.decoder.parameters()
+    )
+    where = f"{trainer.device.type.upper()}, {config.train.precision}, ZeRO stage {config.zero.stage}"
+    logger.info(
+        "%s of %.2f M parameters on %d process%s (%s, %d thread%s each)",
+        config.model.position,
+        num_parameters / 1e6,
+        ranks.world_size,
+        "" if ranks.world_size == 1 else "es",
+        where,
+        torch.get_num_threads(),
+        "" if torch.get_num_threads() == 1 else "s",
+    )
+    epochs = trainer.loader.order.epochs(config.train.num_steps * config.train.global_batch_size)
+    for dataset, num_epochs in zip(trainer.loader.datasets, epochs, strict=True):
+        logger.info("%s: %s tokens, read %.2f times", dataset.folder, f"{dataset.num_tokens:,}", num_epochs)
+    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    logger.info(
+        "steps %d to %d of %s tokens (%d sequences of %d; micro batch %d, %d accumulated)",
+        state.step + 1,
+        config.train.num_steps,
+        f"{tokens_per_step:,}",
+        config.train.global_batch_size,
+        config.model.sequence_length,
+        trainer.micro_batch_size,
+        trainer.num_micro_steps,
+    )
