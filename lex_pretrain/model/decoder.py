@@ -97,9 +97,12 @@ class Decoder(nn.Module):
     """A decoder-only language model.
 
     `vocab_size` is the tokenizer's; the tables are padded to a multiple of 128, and padded ids never get a logit.
+    A caller that partitions parameters as they are made leaves `initialize_weights` false and calls `initialize`.
     """
 
-    def __init__(self, config: ModelSection, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, config: ModelSection, activation_checkpointing: bool = False, initialize_weights: bool = True
+    ) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be resolved from the data before a decoder is made")
@@ -116,7 +119,8 @@ class Decoder(nn.Module):
         self.output = nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
-        initialize(self, config)
+        if initialize_weights:
+            initialize(self, config)
 
     def make_cache(self) -> Cache:
         """An empty context for decoding or streaming."""

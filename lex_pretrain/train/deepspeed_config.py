@@ -60,8 +60,10 @@ def make_deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
     if config.train.precision == "bf16":
         derived["bf16"] = {"enabled": True}
-        # Micro batches and ranks are summed in float32, so that their number does not change the result.
-        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+        if config.zero.stage > 0:
+            # Micro batches and ranks are summed in float32, so that their number does not change the result.
+            # DeepSpeed has no such sum for bf16 without ZeRO.
+            derived["data_types"] = {"grad_accum_dtype": "fp32"}
     elif config.train.precision == "fp16":
         derived["fp16"] = {"enabled": True}
     faults = [

@@ -18,6 +18,7 @@ from lex_pretrain.data.order import derive_key
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.flops import training_flops_per_token
+from lex_pretrain.model.init import initialize
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.monitor import Monitor, StepMetrics
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
@@ -117,8 +118,14 @@ def make_engine(config: Config, ranks: Ranks) -> tuple[Decoder, Any]:
 
     settings = make_deepspeed_config(config, ranks.world_size)
     torch.manual_seed(derive_key(config.run.seed, "initial weights"))
-    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=config.zero.stage == 3):
-        decoder = Decoder(config.model, config.train.activation_checkpointing)
+    partitioned = config.zero.stage == 3
+    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=partitioned):
+        decoder = Decoder(config.model, config.train.activation_checkpointing, initialize_weights=False)
+    initialize(
+        decoder,
+        config.model,
+        lambda whole: deepspeed.zero.GatheredParameters(whole, modifier_rank=0, enabled=partitioned),
+    )
     module = NextTokenLoss(decoder)
     groups = parameter_groups(module, config.optimizer.weight_decay)
     optimizer_class: Any = torch.optim.AdamW
