@@ -5,12 +5,13 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import BaseModel, ValidationError
 
 from lex_pretrain import __version__
-from lex_pretrain.errors import LexError, RequestError, StoppedError
+from lex_pretrain.errors import JobError, LexError, RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, logger
 
 app = typer.Typer(
@@ -24,6 +25,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides of the config, such as model.hidden_size=512"),
 ]
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _validated(kind: type[Model], **values: Any) -> Model:
+    """The options of a command; a value out of range is a wrong request that names its flag."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        faults = [f"--{'.'.join(map(str, fault['loc'])).replace('_', '-')}: {fault['msg']}" for fault in error.errors()]
+        raise RequestError("\n".join(faults)) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -51,6 +64,62 @@ def quickstart(
     from lex_pretrain.quickstart import run_quickstart
 
     run_quickstart(output, minutes)
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT...", help="files, folders, globs, or hf://NAME[:CONFIG][@SPLIT]")
+    ],
+    output: Annotated[Path, typer.Option(help="dataset folder to make")],
+    vocab_size: Annotated[int, typer.Option(help="pieces of the tokenizer to train")] = 32_000,
+    tokenizer: Annotated[Path | None, typer.Option(help="SentencePiece .model to use instead of training one")] = None,
+    text_key: Annotated[
+        str, typer.Option(help="key of the text in .jsonl, .parquet, .csv; meta.text reaches inside")
+    ] = "text",
+    validation_fraction: Annotated[float, typer.Option(help="share of documents held out for validation")] = 0.005,
+    test_fraction: Annotated[float, typer.Option(help="share of documents held out for testing")] = 0.005,
+    max_rejected: Annotated[
+        str, typer.Option(help="stop when more of the records are faulty, such as 1% or 0.01")
+    ] = "1%",
+    unit_bytes: Annotated[int, typer.Option(help="input bytes that become one shard of each split")] = 64 * 2**20,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; all cores if not given")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print the manifest's account as JSON on stdout")] = False,
+) -> None:
+    """Turn text into token shards. Under `mpiexec -n K` the work spreads over all K processes."""
+    from data_prep.options import PrepareOptions
+    from data_prep.prepare import prepare
+
+    try:
+        share = float(max_rejected.removesuffix("%")) / (100 if max_rejected.endswith("%") else 1)
+    except ValueError:
+        raise RequestError(f"--max-rejected {max_rejected} is neither a percentage nor a share") from None
+    options = _validated(
+        PrepareOptions,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        text_key=text_key,
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+        max_rejected=share,
+        unit_bytes=unit_bytes,
+    )
+    manifest = prepare(inputs, output, options, workers)
+    if json_output and manifest is not None:
+        typer.echo(manifest.account.model_dump_json())
+
+
+@app.command()
+def verify_data(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="dataset folder made by `lex-pretrain prepare`")],
+) -> None:
+    """Prove a dataset: checksums, counts, the account, id ranges, document ends."""
+    from data_prep.verify import verify
+
+    faults = verify(folder)
+    if faults:
+        raise JobError("\n".join(faults))
+    logger.info("%s is as its manifest says", folder)
 
 
 @app.command()

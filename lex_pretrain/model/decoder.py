@@ -19,6 +19,11 @@ from lex_pretrain.model.positions import make_positions
 VOCABULARY_MULTIPLE = 128
 
 
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding table: matrix units like multiples of 128."""
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def make_norm(config: ModelSection, size: int) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(size, eps=1e-5)
@@ -109,14 +114,14 @@ class Decoder(nn.Module):
         self.config = config
         self.vocab_size = config.vocab_size
         self.activation_checkpointing = activation_checkpointing
-        padded_vocab_size = -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        self.embedding = nn.Embedding(padded_vocab_size, config.hidden_size)
+        num_rows = padded_vocab_size(self.vocab_size)
+        self.embedding = nn.Embedding(num_rows, config.hidden_size)
         self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
         self.positions = make_positions(config)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, padded_vocab_size, bias=False)
+        self.output = nn.Linear(config.hidden_size, num_rows, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
         if initialize_weights:

@@ -18,7 +18,7 @@ def learning_rate(step: int, config: Config) -> float:
     progress = min(1.0, (step + 1 - schedule.warmup_steps) / num_decay_steps)
     match schedule.decay:
         case "polynomial":
-            share = (1 - progress) ** schedule.power
+            share = math.pow(1 - progress, schedule.power)
         case "cosine":
             share = (1 + math.cos(math.pi * progress)) / 2
         case "constant":

@@ -20,7 +20,8 @@ from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.init import initialize
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
-from lex_pretrain.monitor.monitor import Monitor, StepMetrics
+from lex_pretrain.monitor.metrics import StepMetrics
+from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
 from lex_pretrain.train.distributed import Ranks, init_distributed
@@ -173,7 +174,7 @@ def train(config: Config, resume: str | None = None) -> None:
         save_config(config, output_dir / CONFIG_FILE)
         describe(trainer, state)
     torch.distributed.barrier()
-    monitor = Monitor(config, output_dir, main, config.train.num_steps, state.step, state.wandb_run_id)
+    monitor = Monitor(config, output_dir, main, state.step, state.wandb_run_id)
     try:
         if start is not None:
             monitor.event("resumed", step=state.step, checkpoint=start[0].name)

@@ -1,0 +1,137 @@
+"""Token shards: plain `.npy` files, read as one stream a split.
+
+`<stem>.tokens.npy`     uint16 where every id fits, else uint32; each document ends with EOD.
+`<stem>.documents.npy`  int64, where each document starts in the shard.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lex_pretrain.data.manifest import Manifest, ShardRecord, Split
+from lex_pretrain.errors import RequestError
+from lex_pretrain.files import atomic_write, sha256_of_file
+from lex_pretrain.tokenizer import Tokenizer
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+TOKENIZER_FILE = "tokenizer.model"
+# Opened memory maps that a dataset keeps; each costs a file descriptor.
+_MAX_OPEN_SHARDS = 256
+
+
+def tokens_file(folder: Path, stem: str) -> Path:
+    return folder / f"{stem}.tokens.npy"
+
+
+def documents_file(folder: Path, stem: str) -> Path:
+    return folder / f"{stem}.documents.npy"
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """uint16 as long as the largest id, vocab_size - 1, fits."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def write_shard(
+    folder: Path,
+    stem: str,
+    split: Split,
+    tokens: Tokens,
+    starts: NDArray[np.int64],
+    num_source_bytes: int,
+) -> ShardRecord:
+    """Write both files of a shard, each by atomic rename."""
+    files = tokens_file(folder, stem), documents_file(folder, stem)
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    for file, values in zip(files, (tokens, starts), strict=True):
+        with atomic_write(file) as opened:
+            np.save(opened, values, allow_pickle=False)
+    return ShardRecord(
+        stem=stem,
+        split=split,
+        num_tokens=len(tokens),
+        num_documents=len(starts),
+        num_source_bytes=num_source_bytes,
+        tokens_sha256=sha256_of_file(files[0]),
+        documents_sha256=sha256_of_file(files[1]),
+    )
+
+
+class TokenDataset:
+    """One split of a dataset folder as a single stream of tokens; files are mapped when first read."""
+
+    def __init__(self, folder: Path, split: Split, manifest: Manifest) -> None:
+        self.folder = folder
+        self.split = split
+        self.manifest = manifest
+        self.shards = [shard for shard in manifest.shards if shard.split == split]
+        self._starts = np.cumsum([0] + [shard.num_tokens for shard in self.shards], dtype=np.int64)
+        self._maps: dict[int, Tokens] = {}
+
+    @staticmethod
+    def open(folder: Path, split: str = "train") -> "TokenDataset":
+        """Raises RequestError when the folder is not a dataset or has nothing in that split."""
+        manifest = Manifest.load(folder)
+        splits = sorted({shard.split for shard in manifest.shards})
+        for known in splits:
+            if known == split:
+                return TokenDataset(folder, known, manifest)
+        raise RequestError(f"{folder} has no {split} split; it has: {', '.join(splits) or 'no documents at all'}")
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.folder / TOKENIZER_FILE)
+
+    def read(self, start: int, num_tokens: int) -> Tokens:
+        """Tokens start .. start + num_tokens - 1 of the stream, across shard borders."""
+        if start < 0 or start + num_tokens > self.num_tokens:
+            raise IndexError(f"tokens {start} to {start + num_tokens} of {self.num_tokens}")
+        parts: list[Any] = []
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while num_tokens > 0:
+            offset = start - int(self._starts[index])
+            part = self._map(index)[offset : offset + num_tokens]
+            parts.append(part)
+            start, num_tokens, index = start + len(part), num_tokens - len(part), index + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Windows [B, length] of the stream."""
+        windows = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in enumerate(starts.tolist()):
+            windows[row] = self.read(start, length)
+        return windows
+
+    def document_bounds(self) -> Iterator[tuple[int, int]]:
+        """First token and the place past the EOD of each document, in the order of the stream."""
+        for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
+            starts = np.load(documents_file(self.folder, shard.stem), mmap_mode="r", allow_pickle=False)
+            ends = np.append(starts[1:], shard.num_tokens)
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                yield base + start, base + end
+
+    def _map(self, index: int) -> Tokens:
+        if index not in self._maps:
+            if len(self._maps) >= _MAX_OPEN_SHARDS:
+                self._maps.pop(next(iter(self._maps)))
+            shard = self.shards[index]
+            file = tokens_file(self.folder, shard.stem)
+            try:
+                mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise RequestError(f"shard {file} cannot be read: {error}") from error
+            if len(mapped) != shard.num_tokens:
+                raise RequestError(f"shard {file} holds {len(mapped)} tokens, and the manifest says {shard.num_tokens}")
+            self._maps[index] = mapped
+        return self._maps[index]
