@@ -4,7 +4,6 @@ A *source* is one file or one remote dataset. Reading yields a `Document` or a `
 nothing is lost without a trace; a file that cannot be read at all raises RequestError.
 """
 
-import glob
 import gzip
 import io
 import json
@@ -74,7 +73,8 @@ def list_sources(inputs: list[str]) -> list[str]:
                 )
             found = [path]
         else:
-            found = [Path(match) for match in glob.glob(given, recursive=True) if Path(match).is_file()]
+            root = Path(path.anchor or ".")
+            found = [match for match in root.glob(str(path.relative_to(path.anchor))) if match.is_file()]
             if not found:
                 raise RequestError(f"{given} does not exist and matches no file")
         sources.update(str(file.resolve()) for file in found)

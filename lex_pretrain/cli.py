@@ -2,17 +2,18 @@
 
 import logging
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
 
 from lex_pretrain import __version__
 from lex_pretrain.errors import JobError, LexError, RequestError, StoppedError
-from lex_pretrain.progress import configure_logging, logger
+from lex_pretrain.progress import configure_logging, console, logger
 
 app = typer.Typer(
     help="Distributed pretraining of the LeX (length-extrapolatable) Transformer.",
@@ -135,6 +136,110 @@ def train(
     from lex_pretrain.train.trainer import train
 
     train(load_config(config, overrides or []), resume)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
+    more_data: Annotated[list[Path] | None, typer.Argument(metavar="", hidden=True)] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR_OR_FILES...", help="dataset folder, or text files and folders")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="lengths in tokens, separated by commas")] = "256,1024,4096",
+    attention: Annotated[str, typer.Option(help="attention modes: causal, blockwise")] = "causal,blockwise",
+    output: Annotated[Path, typer.Option(help="folder for results.json, report.html and pictures")] = Path(
+        "evaluation"
+    ),
+    split: Annotated[str, typer.Option(help="split of a dataset folder to score")] = "test",
+    max_documents: Annotated[int, typer.Option(min=1, help="documents to score at the most")] = 64,
+    json_output: Annotated[bool, typer.Option("--json", help="print results.json on stdout")] = False,
+) -> None:
+    """Perplexity against length on whole documents, and attention resolution, with a report."""
+    from lex_pretrain.config import AttentionMode
+    from lex_pretrain.evaluate.evaluation import evaluate
+    from lex_pretrain.evaluate.findings import summary_table
+    from lex_pretrain.evaluate.report import write_report
+
+    if not data:
+        raise RequestError("--data is missing: a dataset folder, or text files that the model was not trained on")
+    try:
+        parsed_lengths = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        raise RequestError(f"--lengths {lengths} is not a list of whole numbers such as 256,1024") from None
+    modes = [mode.strip() for mode in attention.split(",")]
+    known = get_args(AttentionMode)
+    if wrong := [mode for mode in modes if mode not in known]:
+        raise RequestError(f"--attention {', '.join(wrong)} is unknown; known: {', '.join(known)}")
+    command = shlex.join(["lex-pretrain", *sys.argv[1:]])
+    results = evaluate(
+        run, [*data, *(more_data or [])], parsed_lengths, cast(Any, modes), output, split, max_documents, command
+    )
+    if results is None:
+        return
+    report = write_report(f"{results.name}: perplexity by length", [results], output)
+    if json_output:
+        typer.echo(results.model_dump_json())
+    else:
+        console.print(summary_table([results]))
+        logger.info("report: %s", report)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at the most")] = 200,
+    attention: Annotated[str, typer.Option(help="attention mode: blockwise (bounded cache) or causal")] = "blockwise",
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 samples as trained")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="sample among the k likeliest tokens; 0 means all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="sample among the likeliest tokens of this mass")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 1,
+) -> None:
+    """Go on from a prompt, printed as it comes; the cache never holds more than two blocks with blockwise attention."""
+    from lex_pretrain.config import AttentionMode
+    from lex_pretrain.generation import Sampling, generate_text
+
+    if attention not in get_args(AttentionMode):
+        raise RequestError(f"--attention {attention} is unknown; known: {', '.join(get_args(AttentionMode))}")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    typer.echo(prompt, nl=False)
+    for part in generate_text(run, prompt, max_new_tokens, cast(Any, attention), sampling):
+        typer.echo(part, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    launcher: Annotated[
+        str, typer.Option(help="local (torchrun on this host) or deepspeed (pdsh to all hosts)")
+    ] = "local",
+    hostfile: Annotated[Path | None, typer.Option(help="hosts and their processes; see hostfile.example")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="processes on this host; one for each GPU, or two on a CPU")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command and start nothing")] = False,
+) -> None:
+    """Start `-- SUBCOMMAND ARGS...` on every process, through an existing launcher."""
+    from launch.commands import Launcher
+    from launch.run import launch
+    from lex_pretrain.train.hardware import choose_num_processes
+
+    if launcher not in get_args(Launcher):
+        raise RequestError(f"--launcher {launcher} is unknown; known: {', '.join(get_args(Launcher))}")
+    subcommand = context.args
+    if not subcommand or subcommand[0].startswith("-"):
+        raise RequestError("give the command to start after `--`, such as: launch -- train --config FILE")
+    if num_processes is None:
+        num_processes, reason = choose_num_processes()
+        if hostfile is None:
+            logger.info("%d processes: %s", num_processes, reason)
+    raise typer.Exit(launch(cast(Any, launcher), subcommand, hostfile, num_processes, dry_run))
 
 
 def main() -> None:

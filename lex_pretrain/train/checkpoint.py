@@ -25,7 +25,7 @@ from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
-from lex_pretrain.train.distributed import Ranks
+from lex_pretrain.ranks import Ranks, gather_lists
 
 DEEPSPEED_TAG = "deepspeed"
 FILES_FILE = "files.json"
@@ -112,7 +112,7 @@ class Checkpoints:
                 faults.append(f"{entry['path']} has {file.stat().st_size} bytes, not {entry['num_bytes']}")
             elif sha256_of_file(file) != entry["sha256"]:
                 faults.append(f"{entry['path']} has changed (SHA-256 differs)")
-        return self._gather(faults)
+        return gather_lists(faults, self.ranks)
 
     def read_state(self, checkpoint: Path) -> TrainState:
         return TrainState(**read_json(checkpoint / STATE_FILE))
@@ -139,12 +139,7 @@ class Checkpoints:
                 os.fsync(opened.fileno())
             path = file.relative_to(folder).as_posix()
             entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)})
-        return sorted(self._gather(entries), key=lambda entry: str(entry["path"]))
-
-    def _gather(self, mine: list[Any]) -> list[Any]:
-        parts: list[list[Any]] = [[] for _ in range(self.ranks.world_size)]
-        torch.distributed.all_gather_object(parts, mine)
-        return [item for part in parts for item in part]
+        return sorted(gather_lists(entries, self.ranks), key=lambda entry: str(entry["path"]))
 
     def _publish(self, temporary: Path, final: Path) -> None:
         sync_folder(temporary)

@@ -22,10 +22,11 @@ from lex_pretrain.model.init import initialize
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
+from lex_pretrain.ranks import Ranks, device_of_rank, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
-from lex_pretrain.train.distributed import Ranks, init_distributed
-from lex_pretrain.train.hardware import check_precision, device_of_rank, measure_matmul_flops
+from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
 from lex_pretrain.train.resume import check_same_run, find_start
 from lex_pretrain.train.schedule import learning_rate
@@ -181,6 +182,7 @@ def train(config: Config, resume: str | None = None) -> None:
         run_steps(trainer, checkpoints, monitor, replace(state, wandb_run_id=monitor.wandb_run_id), stop)
     finally:
         monitor.close()
+    leave_process_group()
 
 
 def run_steps(

@@ -10,7 +10,7 @@ import torch.distributed
 from lex_pretrain.config import AttentionMode, Config
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import RequestError
-from lex_pretrain.train.distributed import Ranks
+from lex_pretrain.ranks import Ranks
 
 LONG_FACTOR = 4
 

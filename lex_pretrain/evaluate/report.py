@@ -1,0 +1,100 @@
+"""`report.html`: one file that opens from disk, with every picture inside."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from lex_pretrain.evaluate import findings, plots
+from lex_pretrain.evaluate.results import Results
+from lex_pretrain.files import write_text
+
+REPORT_FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """A training run to show beside the results: the steps of its `metrics.jsonl`, and where it was resumed."""
+
+    name: str
+    steps: Sequence[dict[str, Any]]
+    resumed_steps: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG beside the report, and its words."""
+
+    file: Path
+    caption: str
+
+    @property
+    def data_uri(self) -> str:
+        return "data:image/png;base64," + base64.b64encode(self.file.read_bytes()).decode()
+
+
+def write_report(
+    title: str,
+    all_results: Sequence[Results],
+    output: Path,
+    training: Sequence[TrainingRecord] = (),
+    notes: Sequence[str] = (),
+    commands: Sequence[str] = (),
+) -> Path:
+    """Write the PNGs and the report of one or several models into `output`; returns the report's path.
+
+    `notes` are the caller's own sentences, such as what a resumption showed; `commands` made the results.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    pictures = [
+        Picture(
+            plots.plot_perplexity(all_results, output / "perplexity.png"),
+            "Perplexity at each length; bands are 95 % bootstrap intervals over documents.",
+        )
+    ]
+    if training:
+        curves = {record.name: record.steps for record in training}
+        resumed = [step for record in training for step in record.resumed_steps]
+        pictures.append(
+            Picture(plots.plot_training(curves, resumed, output / "training.png"), "Training loss of every step.")
+        )
+    if any(results.resolution for results in all_results):
+        pictures.append(
+            Picture(
+                plots.plot_resolution(all_results, output / "resolution.png"),
+                "Attention score by distance: what the position scheme alone gives, and what each layer learnt.",
+            )
+        )
+    if any(results.by_position for results in all_results):
+        pictures.append(
+            Picture(
+                plots.plot_positions(all_results, output / "by_position.png"), "Loss by place in the longest piece."
+            )
+        )
+    pictures.append(Picture(plots.plot_speed(all_results, output / "speed.png"), "Tokens scored a second."))
+    environment = Environment(
+        loader=PackageLoader("lex_pretrain.evaluate"),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    tables = [
+        ("Perplexity by length in tokens", *findings.perplexity_rows(all_results)),
+        ("Attention resolution R (bounded by 1; higher tells distances apart)", *findings.resolution_rows(all_results)),
+    ]
+    html = environment.get_template("report.html").render(
+        title=title,
+        sentences=[sentence for results in all_results for sentence in findings.describe(results)],
+        notes=notes,
+        pictures=pictures,
+        tables=[table for table in tables if table[2]],
+        models=all_results,
+        commands=commands or [results.command for results in all_results],
+        versions=all_results[0].versions,
+        protocol=all_results[0].protocol_text,
+    )
+    write_text(output / REPORT_FILE, html)
+    return output / REPORT_FILE

@@ -1,0 +1,117 @@
+"""Who this process is in a job, found alike under torchrun, deepspeed, mpiexec, srun or no launcher."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from lex_pretrain.errors import RequestError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Launchers that do not set torch's names: variables of the rank, of the number of ranks, of the rank on its host, and
+# of the number of ranks there.
+_MPI_VARIABLES = (
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of the job, and among those on its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def find_ranks(environment: Mapping[str, str]) -> Ranks:
+    """Ranks from a launcher's environment variables; one process alone where there are none."""
+    for rank, world_size, local_rank, local_world_size in (_TORCH_VARIABLES, *_MPI_VARIABLES):
+        if rank in environment and world_size in environment:
+            return Ranks(
+                int(environment[rank]),
+                int(environment[world_size]),
+                int(environment.get(local_rank, environment[rank])),
+                int(environment.get(local_world_size, environment[world_size])),
+            )
+    return Ranks(0, 1, 0, 1)
+
+
+def device_of_rank(local_rank: int) -> torch.device:
+    """The GPU of a process on its host, or the CPU where there is none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def join_process_group() -> Ranks:
+    """Join the job's process group: NCCL where there are GPUs, gloo on CPUs. Raises RequestError when it cannot.
+
+    Leaves torch's variables (RANK, WORLD_SIZE, ...) set whatever the launcher was.
+    """
+    ranks = find_ranks(os.environ)
+    if torch.distributed.is_initialized():
+        return ranks
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = _agree_on_master(ranks)
+    for name, value in vars(ranks).items():
+        os.environ[name.upper()] = str(value)
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(ranks.local_rank)
+    torch.distributed.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device_of_rank(ranks.local_rank) if has_gpu else None,
+    )
+    return ranks
+
+
+def leave_process_group() -> None:
+    """End the process group at the end of a job, where there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def gather_lists(mine: list[Any], ranks: Ranks) -> list[Any]:
+    """The items of all ranks on every rank, in the order of the ranks."""
+    if ranks.world_size == 1:
+        return mine
+    parts: list[list[Any]] = [[] for _ in range(ranks.world_size)]
+    torch.distributed.all_gather_object(parts, mine)
+    return [item for part in parts for item in part]
+
+
+def _agree_on_master(ranks: Ranks) -> tuple[str, str]:
+    """Address and free port of rank 0, which mpi4py tells all others where no launcher did."""
+    if ranks.world_size == 1:
+        return "127.0.0.1", str(_free_port())
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RequestError(
+            f"started as rank {ranks.rank} of {ranks.world_size} without MASTER_ADDR, and mpi4py cannot agree on one: "
+            f"{error}. Set MASTER_ADDR and MASTER_PORT, or start with `lex-pretrain launch`"
+        ) from error
+    if ranks.world_size != MPI.COMM_WORLD.size:
+        raise RequestError(
+            f"the launcher started {ranks.world_size} processes, but mpi4py sees {MPI.COMM_WORLD.size}: they belong to "
+            "different MPI installations. Set MASTER_ADDR and MASTER_PORT, or use the mpiexec that mpi4py was made for"
+        )
+    mine = (socket.gethostbyname(socket.gethostname()), str(_free_port())) if ranks.rank == 0 else None
+    address, port = MPI.COMM_WORLD.bcast(mine, root=0)
+    return str(address), str(port)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
