@@ -1,15 +1,32 @@
 """torchrun with the exit code of the first process that failed, where torchrun itself ends every failure with 1."""
 
+import logging
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-if __name__ == "__main__":
+from lex_pretrain.errors import RequestError, StoppedError
+from lex_pretrain.progress import configure_logging, logger
+
+
+def run() -> int:
+    """Run torchrun on this process's arguments and return the job's exit code."""
+    # Its own report of a failure would repeat, in 30 lines, what the failed process has said.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         main()
     except ChildFailedError as error:
-        _, first_failure = error.get_first_failure()
-        # A negative code is the signal that ended the process; shells report it as 128 + its number.
-        code = first_failure.exitcode
-        sys.exit(code if code >= 0 else 128 - code)
+        rank, failure = error.get_first_failure()
+        configure_logging(debug=False)
+        if failure.exitcode < 0:
+            logger.error("error: rank %d (process %d) was ended by %s", rank, failure.pid, failure.signal_name())
+            return 128 - failure.exitcode
+        if failure.exitcode not in (RequestError.exit_code, StoppedError.exit_code):
+            logger.error("error: rank %d (process %d) ended with %d", rank, failure.pid, failure.exitcode)
+        return failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -26,6 +26,7 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.train.distributed import quiet_deepspeed
 
 DEEPSPEED_TAG = "deepspeed"
 FILES_FILE = "files.json"
@@ -65,7 +66,8 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         torch.distributed.barrier()
-        engine.save_checkpoint(str(temporary), tag=DEEPSPEED_TAG, save_latest=False)
+        with quiet_deepspeed():
+            engine.save_checkpoint(str(temporary), tag=DEEPSPEED_TAG, save_latest=False)
         weights = gather_weights(decoder, keep=self.ranks.rank == 0)
         if self.ranks.rank == 0:
             save_file(weights, temporary / WEIGHTS_FILE)
@@ -126,7 +128,8 @@ class Checkpoints:
                 f"{checkpoint} was saved by {state.world_size} processes at ZeRO stage {state.zero_stage}, and this "
                 f"run has {here[0]} at stage {here[1]}; resume with the same of both"
             )
-        loaded, _ = engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
+        with quiet_deepspeed():
+            loaded, _ = engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
         if loaded is None:
             raise JobError(f"DeepSpeed found no checkpoint in {checkpoint / DEEPSPEED_TAG}")
 

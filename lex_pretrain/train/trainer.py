@@ -25,7 +25,7 @@ from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import Ranks, device_of_rank, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
-from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.distributed import init_distributed, quiet_deepspeed
 from lex_pretrain.train.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
 from lex_pretrain.train.resume import check_same_run, find_start
@@ -143,7 +143,8 @@ def make_engine(config: Config, ranks: Ranks) -> tuple[Decoder, Any]:
         eps=config.optimizer.epsilon,
         **options,
     )
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    with quiet_deepspeed():
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     return decoder, engine
 
 
