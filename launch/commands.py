@@ -46,7 +46,16 @@ def deepspeed_command(
     where = ["--hostfile", str(hostfile), "--force_multi", "--no_ssh_check"] if hostfile else ["--hostfile", os.devnull]
     if hostfile is None:
         where += ["--num_gpus", str(num_processes)]
-    arguments = (sys.executable, "-m", "deepspeed.launcher.runner", *where, "--module", "lex_pretrain", *subcommand)
+    arguments = (
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        *where,
+        "--no_local_rank",
+        "--module",
+        "lex_pretrain",
+        *subcommand,
+    )
     return Command(arguments, _threads(num_processes, num_cores, environment))
 
 

@@ -152,10 +152,11 @@ def evaluate(
     ),
     split: Annotated[str, typer.Option(help="split of a dataset folder to score")] = "test",
     max_documents: Annotated[int, typer.Option(min=1, help="documents to score at the most")] = 64,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; that of the training if not given")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print results.json on stdout")] = False,
 ) -> None:
     """Perplexity against length on whole documents, and attention resolution, with a report."""
-    from lex_pretrain.config import AttentionMode
+    from lex_pretrain.config import AttentionMode, Precision
     from lex_pretrain.evaluate.evaluation import evaluate
     from lex_pretrain.evaluate.findings import summary_table
     from lex_pretrain.evaluate.report import write_report
@@ -170,9 +171,18 @@ def evaluate(
     known = get_args(AttentionMode)
     if wrong := [mode for mode in modes if mode not in known]:
         raise RequestError(f"--attention {', '.join(wrong)} is unknown; known: {', '.join(known)}")
-    command = shlex.join(["lex-pretrain", *sys.argv[1:]])
+    if precision not in (None, *get_args(Precision)):
+        raise RequestError(f"--precision {precision} is unknown; known: {', '.join(get_args(Precision))}")
     results = evaluate(
-        run, [*data, *(more_data or [])], parsed_lengths, cast(Any, modes), output, split, max_documents, command
+        run_or_checkpoint=run,
+        data=[*data, *(more_data or [])],
+        lengths=parsed_lengths,
+        attentions=cast(Any, modes),
+        output=output,
+        split=split,
+        max_documents=max_documents,
+        precision=cast(Any, precision),
+        command=shlex.join(["lex-pretrain", *sys.argv[1:]]),
     )
     if results is None:
         return
@@ -228,7 +238,7 @@ def launch(
     """Start `-- SUBCOMMAND ARGS...` on every process, through an existing launcher."""
     from launch.commands import Launcher
     from launch.run import launch
-    from lex_pretrain.train.hardware import choose_num_processes
+    from lex_pretrain.hardware import choose_num_processes
 
     if launcher not in get_args(Launcher):
         raise RequestError(f"--launcher {launcher} is unknown; known: {', '.join(get_args(Launcher))}")

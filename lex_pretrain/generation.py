@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from lex_pretrain.config import AttentionMode
+from lex_pretrain.hardware import device_of_rank, evaluation_dtype
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import load_decoder
-from lex_pretrain.ranks import device_of_rank
 from lex_pretrain.tokenizer import Tokenizer
 
 # A character of which not all bytes have come decodes to this.
@@ -89,7 +89,7 @@ def generate_text(
 ) -> Iterator[str]:
     """Parts of the text that a checkpoint writes after `prompt`."""
     device = device_of_rank(0)
-    model = load_decoder(run_or_checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = load_decoder(run_or_checkpoint, device, evaluation_dtype)
     tokenizer = Tokenizer(model.tokenizer_file)
     ids = tokenizer.encode(prompt)
     tokens = generate_tokens(model.decoder, ids, max_new_tokens, attention, sampling, tokenizer.eod_id)

@@ -27,15 +27,16 @@ from lex_pretrain.evaluate.findings import summary_table
 from lex_pretrain.evaluate.report import TrainingRecord, write_report
 from lex_pretrain.evaluate.results import Results
 from lex_pretrain.files import read_json, write_json
+from lex_pretrain.hardware import choose_num_processes, choose_precision
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
 from lex_pretrain.progress import console, logger
-from lex_pretrain.train.hardware import choose_num_processes, choose_precision
 
 POSITIONS = ("xpos", "rope")
 TRAINING_LENGTH = 128
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_DOCUMENTS = 8
 VOCAB_SIZE = 4096
+GLOBAL_BATCH_SIZE = 16
 CORPUS_BYTES = 48 * 2**20
 CALIBRATION_STEPS = 12
 # Steps past the checkpoint at which training is killed; the resumed run repeats them.
@@ -177,8 +178,8 @@ def _config(output_dir: Path, data: Path, position: str, precision: str, num_ste
                 "num_heads": 6,
                 "sequence_length": TRAINING_LENGTH,
             },
-            "train": {"num_steps": num_steps, "global_batch_size": 32, "precision": precision},
-            "optimizer": {"learning_rate": 2e-3, "weight_decay": 0.05},
+            "train": {"num_steps": num_steps, "global_batch_size": GLOBAL_BATCH_SIZE, "precision": precision},
+            "optimizer": {"learning_rate": 4e-3, "weight_decay": 0.05},
             "schedule": {"warmup_steps": max(1, min(40, num_steps // 10))},
             "zero": {"stage": 1},
             "checkpoint": {"every_steps": max(1, num_steps // 2)},
@@ -209,7 +210,7 @@ def _choose_num_steps(output: Path, data: Path, precision: str, num_processes: i
     # Each model is started twice: at the beginning, and after the kill.
     seconds = minutes * 60 / len(POSITIONS) - 2 * measured["start_seconds"]
     num_steps = max(4 * REPEATED_STEPS, int(seconds / measured["step_seconds"]))
-    tokens_per_step = 32 * TRAINING_LENGTH
+    tokens_per_step = GLOBAL_BATCH_SIZE * TRAINING_LENGTH
     largest = 4 * TokenDataset.open(data).num_tokens // tokens_per_step
     num_steps = min(num_steps, largest)
     logger.info(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 
 from lex_pretrain.errors import RequestError
+from lex_pretrain.hardware import device_of_rank
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -45,11 +46,6 @@ def find_ranks(environment: Mapping[str, str]) -> Ranks:
                 int(environment.get(local_world_size, environment[world_size])),
             )
     return Ranks(0, 1, 0, 1)
-
-
-def device_of_rank(local_rank: int) -> torch.device:
-    """The GPU of a process on its host, or the CPU where there is none."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def join_process_group() -> Ranks:

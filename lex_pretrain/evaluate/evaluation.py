@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from lex_pretrain import __version__
-from lex_pretrain.config import AttentionMode
+from lex_pretrain.config import AttentionMode, Precision
 from lex_pretrain.errors import RequestError
 from lex_pretrain.evaluate.documents import ScoredDocument, load_documents
 from lex_pretrain.evaluate.perplexity import confidence_interval, peak_memory_bytes, score_document
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
 from lex_pretrain.evaluate.results import PerplexityRecord, PositionRecord, ResolutionRecord, Results
+from lex_pretrain.hardware import device_of_rank, evaluation_dtype
 from lex_pretrain.model.loading import LoadedModel, load_decoder
 from lex_pretrain.progress import ProgressReporter, logger, progress
-from lex_pretrain.ranks import Ranks, device_of_rank, find_ranks, gather_lists, join_process_group, leave_process_group
+from lex_pretrain.ranks import Ranks, find_ranks, gather_lists, join_process_group, leave_process_group
 from lex_pretrain.tokenizer import Tokenizer
 
 NUM_POSITION_BINS = 16
@@ -29,6 +30,7 @@ NUM_POSITION_BINS = 16
 RESOLUTION_FACTORS = (1, 2, 8)
 CURVE_POINTS = 200
 RESOLUTION_DOCUMENTS = 4
+RESOLUTION_ATTENTIONS: tuple[Literal["causal", "blockwise"], ...] = ("causal", "blockwise")
 
 PROTOCOL_TEXT = (
     "Protocol `pieces`: the first {num_tokens:,} tokens of each document are cut into pieces of the length, and every "
@@ -45,6 +47,7 @@ def evaluate(
     output: Path,
     split: str,
     max_documents: int,
+    precision: Precision | None,
     command: str,
 ) -> Results | None:
     """Evaluate a checkpoint on whole documents; documents are spread over ranks, and rank 0 returns the results.
@@ -56,8 +59,7 @@ def evaluate(
         raise RequestError("--lengths needs lengths of at least 2 tokens, such as 128,1024")
     ranks = join_process_group() if find_ranks(os.environ).world_size > 1 else find_ranks(os.environ)
     device = device_of_rank(ranks.local_rank)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = load_decoder(run_or_checkpoint, device, dtype)
+    model = load_decoder(run_or_checkpoint, device, lambda trained: evaluation_dtype(precision or trained))
     _check_learned_positions(model, lengths)
     tokenizer = Tokenizer(model.tokenizer_file)
     documents = load_documents(data, split, tokenizer, lengths[-1], max_documents)
@@ -72,6 +74,7 @@ def evaluate(
             position=model_section.position,
             num_parameters=sum(parameter.numel() for parameter in model.decoder.parameters()),
             training_length=model_section.sequence_length,
+            dtype=str(next(model.decoder.parameters()).dtype).removeprefix("torch."),
             block_size=model_section.resolved_block_size,
             dataset=", ".join(map(str, data)),
             protocol_text=PROTOCOL_TEXT.format(num_tokens=lengths[-1]),
@@ -207,14 +210,12 @@ def _resolution(model: LoadedModel, documents: list[ScoredDocument], longest: in
     expected = expected_scores(model.decoder.positions, num_distances)
     if expected is not None:
         curves.append((None, expected))
+    factors = [factor for factor in RESOLUTION_FACTORS if factor * trained <= num_distances]
     return [
-        _resolution_record(
-            layer, scores, factor * trained, trained, attention, with_curve=factor == RESOLUTION_FACTORS[-1]
-        )
+        _resolution_record(layer, scores, factor * trained, trained, attention, with_curve=factor == factors[-1])
         for layer, scores in curves
-        for factor in RESOLUTION_FACTORS
-        if factor * trained <= num_distances
-        for attention in ("causal", "blockwise")
+        for factor in factors
+        for attention in RESOLUTION_ATTENTIONS
     ]
 
 

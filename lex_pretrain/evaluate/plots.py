@@ -46,22 +46,31 @@ def plot_perplexity(all_results: Sequence[Results], file: Path) -> Path:
     """Perplexity against length: a line for every model and attention, with its intervals."""
     figure, axes = _figure()
     lengths = [record.length for results in all_results for record in results.perplexity]
+    shift = 0
     for color, results in zip(_COLORS, all_results, strict=False):
         for attention, line in _LINES.items():
             records = [record for record in results.perplexity if record.attention == attention]
             if not records:
                 continue
-            x = [record.length for record in records]
-            label = f"{results.position}, {attention}"
             y = [record.perplexity for record in records]
-            axes.plot(x, y, line, marker=_MARKERS[attention], color=color, label=label, markersize=4)
-            axes.fill_between(
-                x,
-                [record.ci95[0] for record in records],
-                [record.ci95[1] for record in records],
+            spread = [
+                [record.perplexity - record.ci95[0] for record in records],
+                [record.ci95[1] - record.perplexity for record in records],
+            ]
+            # Lines stand a little beside each other, so that their intervals can be told apart.
+            axes.errorbar(
+                [record.length * 1.035**shift for record in records],
+                y,
+                yerr=spread,
+                fmt=line,
+                marker=_MARKERS[attention],
                 color=color,
-                alpha=0.1,
+                label=f"{results.position}, {attention}",
+                markersize=4,
+                elinewidth=0.6,
+                ecolor=(color, 0.45),
             )
+            shift += 1
     _mark_training_length(axes, all_results)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -128,17 +137,19 @@ def plot_resolution(all_results: Sequence[Results], file: Path) -> Path:
                 alpha=1.0 if record.layer is None else 0.4 + 0.15 * min(record.layer, 4),
                 label=(results.position if axes is theory else f"{results.position}, each layer") if first else None,
             )
-    for axes, title in (
-        (theory, "Expected score, as a share of that at distance 0"),
-        (measured, "Measured mean score before the softmax"),
-    ):
+    titled = {
+        theory: "Expected score, as a share of that at distance 0",
+        measured: "Measured mean score before the softmax",
+    }
+    for axes, title in titled.items():
         axes.set_title(title, fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("distance in tokens")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         _mark_training_length(axes, all_results)
-        axes.legend(frameon=False, fontsize=8)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
     return _save(figure, file)
 
 

@@ -72,6 +72,7 @@ class Results(Record):
     num_parameters: int
     training_length: int
     block_size: int
+    dtype: str
     dataset: str
     protocol_text: str
     command: str

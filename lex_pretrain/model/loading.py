@@ -1,5 +1,6 @@
 """A trained decoder from a run's folder or one of its checkpoints, ready to evaluate or to generate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from lex_pretrain.config import Config
+from lex_pretrain.config import Config, Precision
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.decoder import Decoder
 
@@ -42,8 +43,13 @@ def find_checkpoint(run_or_checkpoint: Path) -> Path:
     return checkpoints[-1].parent
 
 
-def load_decoder(run_or_checkpoint: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Raises RequestError, naming the file, when something is missing or belongs to another architecture."""
+def load_decoder(
+    run_or_checkpoint: Path, device: torch.device, dtype_of: Callable[[Precision], torch.dtype]
+) -> LoadedModel:
+    """A decoder in the number format that `dtype_of` chooses for the precision of its training.
+
+    Raises RequestError, naming the file, when something is missing or belongs to another architecture.
+    """
     folder = find_checkpoint(run_or_checkpoint)
     config = _load_config(folder / CONFIG_FILE)
     with torch.device("meta"):
@@ -58,7 +64,7 @@ def load_decoder(run_or_checkpoint: Path, device: torch.device, dtype: torch.dty
             f"{folder / WEIGHTS_FILE} does not fit the architecture of {CONFIG_FILE}: {error}"
         ) from error
     return LoadedModel(
-        decoder=decoder.to(dtype).eval().requires_grad_(False),
+        decoder=decoder.to(dtype_of(config.train.precision)).eval().requires_grad_(False),
         config=config,
         tokenizer_file=folder / TOKENIZER_FILE,
         step=int(folder.name.removeprefix("step-")) if folder.name.startswith("step-") else 0,

@@ -16,17 +16,17 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, open_sources
 from lex_pretrain.data.order import derive_key
 from lex_pretrain.errors import RequestError, StoppedError
+from lex_pretrain.hardware import check_precision, device_of_rank, measure_matmul_flops
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.init import initialize
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
-from lex_pretrain.ranks import Ranks, device_of_rank, leave_process_group
+from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
 from lex_pretrain.train.distributed import init_distributed, quiet_deepspeed
-from lex_pretrain.train.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
 from lex_pretrain.train.resume import check_same_run, find_start
 from lex_pretrain.train.schedule import learning_rate

@@ -11,6 +11,18 @@ from lex_pretrain.errors import RequestError
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def device_of_rank(local_rank: int) -> torch.device:
+    """The GPU of a process on its host, or the CPU where there is none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def evaluation_dtype(precision: Precision) -> torch.dtype:
+    """The number format to evaluate in: that of the training where this machine computes it, else float32."""
+    if torch.cuda.is_available() or (precision == "bf16" and cpu_has_bf16()):
+        return TORCH_DTYPES[precision]
+    return torch.float32
+
+
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bf16 matrices in hardware (AVX-512 BF16 or AMX); emulated, they are slower."""
     capabilities = torch.cpu.get_capabilities()

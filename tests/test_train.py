@@ -1,0 +1,218 @@
+"""Training: stopping anywhere and going on with the same losses, checkpoints that break, runs that do not fit."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
+from lex_pretrain.model.loading import load_decoder
+from lex_pretrain.monitor.metrics import MetricsFile, read_records, read_steps
+from tests.conftest import Program
+
+MakeConfig = Callable[..., Config]
+
+
+def write(config: Config, file: Path) -> Path:
+    save_config(config, file)
+    return file
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_steps(run / "metrics.jsonl")]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(load_decoder(run, torch.device("cpu"), lambda precision: torch.float32).decoder.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "precision", "num_processes"),
+    [(0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 2), (1, "fp32", 1)],
+)
+def test_killed_and_resumed_equals_uninterrupted(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path, stage: int, precision: str, num_processes: int
+) -> None:
+    """Bit for bit, with dropout, across an epoch's end, with rank 0 killed some steps after a checkpoint."""
+    sections: dict[str, Any] = {
+        "zero": {"stage": stage},
+        "model": {"dropout": 0.1, "sequence_length": 128},
+        "train": {"num_steps": 12, "precision": precision, "global_batch_size": 32, "micro_batch_size": 8},
+        "checkpoint": {"every_steps": 4},
+    }
+    launch = ["launch", "--num-processes", str(num_processes), "--", "train", "--config"]
+    whole = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "whole")}), tmp_path / "whole.yaml")
+    done = program(*launch, whole)
+    assert done.returncode == 0, done.stderr
+    broken = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "broken")}), tmp_path / "broken.yaml")
+    process = subprocess.Popen([sys.executable, "-m", "lex_pretrain", *launch, str(broken)], stderr=subprocess.DEVNULL)
+    wait_for_step(tmp_path / "broken", 6, process)
+    kill_rank_0(process)
+    assert process.wait(timeout=60) == 128 + signal.SIGKILL
+    again = program(*launch, broken)
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    resumed = [
+        record for record in read_records(tmp_path / "broken" / "metrics.jsonl") if record.get("event") == "resumed"
+    ]
+    assert resumed[0]["step"] in (4, 8)
+    for name, weight in weights(tmp_path / "whole").items():
+        assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
+
+
+def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
+    file = run / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.is_file() and any(record["step"] >= step for record in read_steps(file))):
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def kill_rank_0(launcher: "subprocess.Popen[bytes]") -> None:
+    import psutil
+
+    victims = []
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        if child.environ().get("RANK") == "0":
+            child.kill()
+            victims.append(child)
+    assert victims
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "deepspeed"])
+def test_a_stop_signal_saves_ends_with_75_and_goes_on(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path, launcher: str
+) -> None:
+    config = tiny_config(train={"num_steps": 400}, checkpoint={"every_steps": 1000})
+    file = write(config, tmp_path / "run.yaml")
+    launch = ["launch", "--launcher", launcher, "--num-processes", "2", "--", "train", "--config", str(file)]
+    process = subprocess.Popen([sys.executable, "-m", "lex_pretrain", *launch], stderr=subprocess.PIPE, text=True)
+    wait_for_step(tmp_path / "run", 3, process)  # type: ignore[arg-type]
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "the same command goes on" in stderr
+    stopped = len(losses(tmp_path / "run"))
+    assert stopped < 400
+    done = program(*launch[:-1], file, f"train.num_steps={stopped + 2}")
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records if record.get("event") == "resumed"] == [stopped]
+    assert len(losses(tmp_path / "run")) == stopped + 2
+
+
+@pytest.mark.slow
+def test_broken_checkpoints_are_passed_over_or_refused(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
+) -> None:
+    file = write(tiny_config(), tmp_path / "run.yaml")
+    assert program("train", "--config", file).returncode == 0
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / "latest").read_text().strip() == "step-00000006"
+    weights_file = checkpoints / "step-00000006" / "model.safetensors"
+    damaged = bytearray(weights_file.read_bytes())
+    damaged[-1] ^= 1
+    weights_file.write_bytes(damaged)
+    explicit = program("train", "--config", file, "--resume", "6", "train.num_steps=7")
+    assert explicit.returncode == 2
+    assert "SHA-256 differs" in explicit.stderr
+    passed_over = program("train", "--config", file, "train.num_steps=7")
+    assert passed_over.returncode == 0
+    assert "step-00000006 is broken and passed over" in passed_over.stderr
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records if record.get("event") == "resumed"] == [3]
+    for folder in checkpoints.glob("step-*"):
+        (folder / "files.json").unlink()
+    hopeless = program("train", "--config", file, "train.num_steps=9")
+    assert hopeless.returncode == 1
+    assert "every checkpoint" in hopeless.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:
+    file = write(tiny_config(), tmp_path / "run.yaml")
+    assert program("train", "--config", file).returncode == 0
+    harmless = program("train", "--config", file, "train.num_steps=7", "monitor.log_every_steps=2")
+    assert harmless.returncode == 0, harmless.stderr
+    wrong = program("train", "--config", file, "optimizer.learning_rate=0.1", "model.position=rope")
+    assert wrong.returncode == 2
+    assert "optimizer.learning_rate: 0.003 there, 0.1 here" in wrong.stderr
+    assert "model.position: 'xpos' there, 'rope' here" in wrong.stderr
+    assert "train.num_steps" not in wrong.stderr
+    never = program("train", "--config", file, "--resume", "never")
+    assert never.returncode == 2
+    other_world = program("launch", "--num-processes", "2", "--", "train", "--config", file, "train.num_steps=9")
+    assert other_world.returncode == 2
+    assert "was saved by 1 processes" in other_world.stderr
+
+
+def test_fp16_on_the_cpu_is_refused_before_anything_starts(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, which trains in fp16")
+    done = program("train", "--config", write(tiny_config(), tmp_path / "run.yaml"), "train.precision=fp16")
+    assert done.returncode == 2
+    assert "fp16 needs a GPU" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_requests_that_cannot_be_met_end_with_2(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:
+    file = write(tiny_config(), tmp_path / "run.yaml")
+    cases = {
+        "data.path=nowhere": "nowhere is not a prepared dataset",
+        "model.sequence_length=1000000": "too few for one window",
+        "model.hiden_size=3": "did you mean model.hidden_size",
+        "model.vocab_size=100": "smaller than the 320 pieces",
+    }
+    for override, words in cases.items():
+        done = program("train", "--config", file, override)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_validation_retention_and_wandb_offline(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:
+    config = tiny_config(
+        train={"validate_every_steps": 2, "validation_num_sequences": 8},
+        checkpoint={"every_steps": 1, "keep_last": 2, "keep_every_steps": 3},
+        monitor={"wandb_mode": "offline"},
+    )
+    done = program("train", "--config", write(config, tmp_path / "run.yaml"))
+    assert done.returncode == 0, done.stderr
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000003", "step-00000005", "step-00000006"]
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    validations = [record for record in records if record.get("event") == "validation"]
+    assert [record["step"] for record in validations] == [2, 4, 6]
+    assert validations[-1]["loss"] < validations[0]["loss"]
+    assert "loss_128_blockwise" in validations[0]
+    first = read_steps(tmp_path / "run" / "metrics.jsonl")[0]
+    keys = "step samples tokens loss lr grad_norm tokens_per_second mfu step_seconds skipped".split()  # noqa: SIM905
+    assert set(first) == set(keys)
+    assert (first["samples"], first["tokens"]) == (8, 8 * 32)
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_torn_last_line_is_cut_off_and_the_last_line_of_a_step_is_true(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
+    assert [record["step"] for record in read_steps(file)] == [1, 2]
+    metrics = MetricsFile(file)
+    metrics.append({"event": "resumed", "step": 1})
+    metrics.append({"step": 2, "loss": 2.5})
+    metrics.close()
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+    assert [record["loss"] for record in read_steps(file)] == [3.0, 2.5]
