@@ -238,7 +238,6 @@ def launch(
     """Start `-- SUBCOMMAND ARGS...` on every process, through an existing launcher."""
     from launch.commands import Launcher
     from launch.run import launch
-    from lex_pretrain.hardware import choose_num_processes
 
     if launcher not in get_args(Launcher):
         raise RequestError(f"--launcher {launcher} is unknown; known: {', '.join(get_args(Launcher))}")
@@ -246,6 +245,8 @@ def launch(
     if not subcommand or subcommand[0].startswith("-"):
         raise RequestError("give the command to start after `--`, such as: launch -- train --config FILE")
     if num_processes is None:
+        from lex_pretrain.hardware import choose_num_processes
+
         num_processes, reason = choose_num_processes()
         if hostfile is None:
             logger.info("%d processes: %s", num_processes, reason)

@@ -224,6 +224,11 @@ class Config(Section):
         micro, total = self.train.micro_batch_size, self.train.global_batch_size
         if micro is not None and total % micro:
             faults.append(f"train.global_batch_size {total} is not divisible by train.micro_batch_size {micro}")
+        if self.train.precision == "bf16" and self.zero.stage == 0:
+            faults.append(
+                "train.precision bf16 needs zero.stage 1 to 3: without ZeRO, DeepSpeed trains bf16 weights directly "
+                "and keeps no float32 ones, which small updates need"
+            )
         if self.schedule.warmup_steps > self.train.num_steps:
             faults.append(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than "

@@ -100,6 +100,7 @@ def test_all_faults_are_reported_with_place_and_suggestion(tmp_path: Path) -> No
         ("model: {block_size: 64}", "block_size 64 is longer than sequence_length 32"),
         ("train: {micro_batch_size: 3}", "not divisible by train.micro_batch_size 3"),
         ("schedule: {warmup_steps: 11}", "warmup_steps 11 is longer than"),
+        ("zero: {stage: 0}", "bf16 needs zero.stage 1 to 3"),
         ("data: {sources: [{path: x}]}", "either path"),
         ("base: run.yaml", "includes itself"),
         ("base: missing.yaml", "missing.yaml does not exist (a base of"),

@@ -60,10 +60,8 @@ def make_deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     }
     if config.train.precision == "bf16":
         derived["bf16"] = {"enabled": True}
-        if config.zero.stage > 0:
-            # Micro batches and ranks are summed in float32, so that their number does not change the result.
-            # DeepSpeed has no such sum for bf16 without ZeRO.
-            derived["data_types"] = {"grad_accum_dtype": "fp32"}
+        # Micro batches and ranks are summed in float32, so that their number does not change the result.
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
     elif config.train.precision == "fp16":
         derived["fp16"] = {"enabled": True}
     faults = [
