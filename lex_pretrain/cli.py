@@ -59,7 +59,7 @@ def common(
 @app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="folder for shards, runs and the report")] = Path("quickstart"),
-    minutes: Annotated[float, typer.Option(min=0.1, help="time budget of the training, both models together")] = 4.5,
+    minutes: Annotated[float, typer.Option(min=0.1, help="time budget of the training, both models together")] = 4.0,
 ) -> None:
     """Prepare, train, evaluate and report on this machine, from Python sources already on it."""
     from lex_pretrain.quickstart import run_quickstart

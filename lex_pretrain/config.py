@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositionScheme = Literal["xpos", "rope", "alibi", "sinusoidal", "learned", "none"]
-AttentionMode = Literal["causal", "blockwise"]
+AttentionMode = Literal["causal", "blockwise", "sliding", "sinks"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -71,11 +71,24 @@ class ModelSection(Section):
     block_size: PositiveInt | None = Field(
         default=None, description="block of blockwise attention in tokens; null = sequence_length / 2"
     )
+    window_size: PositiveInt | None = Field(
+        default=None, description="keys a query sees in sliding and sinks attention; null = sequence_length"
+    )
+    num_sinks: PositiveInt = Field(
+        default=4, description="first tokens of a document that sinks attention always sees, part of its window"
+    )
     xpos_gamma: float = Field(default=0.4, gt=0, description="γ of xPos: larger decays less")
     xpos_scale_base: float | None = Field(
         default=None, gt=0, description="tokens over which xPos decays once; null = sequence_length / 2"
     )
+    xpos_shared_decay: bool = Field(
+        default=False, description="ablation: all dimensions decay alike, by the mean of xPos's log decays"
+    )
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotation angles (xpos, rope)")
+    rope_scaling: Literal["none", "linear", "ntk", "yarn"] = Field(
+        default="none", description="how rope is stretched past the training length, at evaluation"
+    )
+    rope_scaling_factor: float = Field(default=1.0, ge=1, description="times the training length that rope is fit to")
     norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="normalisation layer")
     sub_layer_norm: bool = Field(
         default=False, description="sub-LN (Magneto): a second norm before each output projection"
@@ -107,6 +120,15 @@ class ModelSection(Section):
                 f"block_size {self.block_size} is longer than sequence_length {self.sequence_length}: "
                 "blockwise attention would reach distances that training never saw"
             )
+        if self.resolved_window_size > self.sequence_length:
+            faults.append(
+                f"window_size {self.window_size} is longer than sequence_length {self.sequence_length}: "
+                "sliding and sinks attention would reach distances that training never saw"
+            )
+        if self.num_sinks >= self.resolved_window_size:
+            faults.append(f"num_sinks {self.num_sinks} leaves no window of the {self.resolved_window_size} keys in all")
+        if self.rope_scaling != "none" and self.position != "rope":
+            faults.append(f"rope_scaling {self.rope_scaling} needs position rope, not {self.position}")
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -126,6 +148,10 @@ class ModelSection(Section):
     @property
     def resolved_block_size(self) -> int:
         return self.block_size or max(1, self.sequence_length // 2)
+
+    @property
+    def resolved_window_size(self) -> int:
+        return self.window_size or self.sequence_length
 
     @property
     def resolved_xpos_scale_base(self) -> float:
