@@ -74,8 +74,8 @@ class ModelSection(Section):
     window_size: PositiveInt | None = Field(
         default=None, description="keys a query sees in sliding and sinks attention; null = sequence_length"
     )
-    num_sinks: PositiveInt = Field(
-        default=4, description="first tokens of a document that sinks attention always sees, part of its window"
+    num_sinks: int = Field(
+        default=4, ge=0, description="first tokens of a document that sinks attention always sees, part of its window"
     )
     xpos_gamma: float = Field(default=0.4, gt=0, description="γ of xPos: larger decays less")
     xpos_scale_base: float | None = Field(
@@ -168,8 +168,10 @@ class TrainSection(Section):
     )
     precision: Precision = Field(default="bf16", description="number format of forward and backward passes")
     gradient_clipping: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 = no clipping")
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute each layer's activations in the backward pass to save memory"
+    activation_checkpointing: int = Field(
+        default=0,
+        ge=0,
+        description="k = every k-th layer recomputes its activations in the backward pass to save memory; 0 = none",
     )
     validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")

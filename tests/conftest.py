@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.options import PrepareOptions
 from data_prep.prepare import prepare
@@ -37,6 +38,7 @@ def make_text(seed: int, num_words: int) -> str:
 def _one_thread_each() -> Iterator[None]:
     """Tests run beside each other; more threads than cores would only slow all of them down."""
     before = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     yield
     if before is None:

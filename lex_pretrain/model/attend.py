@@ -93,14 +93,15 @@ class CausalAttend:
         On the CPU its kernel takes 2.5 times as long at training lengths. A bias must have the dtype of the scores,
         and in bf16 one of -1,000 is off by up to 2.
         """
-        return torch.float32 if x.device.type == "cpu" or self.positions.has_bias else x.dtype
+        return torch.float32 if x.device.type == "cpu" or self.positions.num_bias_heads else x.dtype
 
     def _run_tokens(self, num_queries: int, num_keys: int) -> int:
         run = min(num_queries, self.positions.max_span_tokens or num_queries)
-        if run == num_keys and not self.positions.has_bias:
+        window = num_keys if self.window_tokens is None else self.window_tokens
+        if run == num_keys <= window and not self.positions.num_bias_heads:
             return run
-        width = num_keys if self.window_tokens is None else min(num_keys, run + self.window_tokens)
-        return max(1, min(run, _MAX_MASK_ELEMENTS // (width * self.positions.num_bias_heads)))
+        elements_per_query = min(num_keys, run + window) * max(1, self.positions.num_bias_heads)
+        return max(1, min(run, _MAX_MASK_ELEMENTS // elements_per_query))
 
     def _make_tables(self, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype) -> Tables:
         """The centre of the positions lies amid the queries: keys far before it scale towards zero, which is what
@@ -128,7 +129,14 @@ class CausalAttend:
         return same & tables.mask if tables.mask.dtype == torch.bool else tables.mask.where(same, float("-inf"))
 
     def _with_sinks(
-        self, q_XTHD: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Sinks, dropout: float
+        self,
+        q_XTHD: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Sinks,
+        dropout: float,
     ) -> Tensor:
         """Attention in which each query stands at one distance from the sinks and at another from its window.
 
@@ -175,8 +183,11 @@ def _weighted_values(
     scale: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention [X, T, H, D]; kernels take one leading dimension, so X is folded into it."""
+    q, k, v = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (q_XTHD, k_XSGD, v_XSGD))
     out_XHTD = F.scaled_dot_product_attention(
-        *(x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (q_XTHD, k_XSGD, v_XSGD)),
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=is_causal,
         dropout_p=dropout,

@@ -4,6 +4,8 @@ Shapes: B batch, T tokens, H heads, D head size, E hidden size, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lex_pretrain.config import AttentionMode, ModelSection
-from lex_pretrain.model.attention import Attention, make_attention
+from lex_pretrain.model.attention import Attention, RaggedAttention, make_attention
 from lex_pretrain.model.cache import Cache, LayerCache
 from lex_pretrain.model.init import initialize
 from lex_pretrain.model.positions import make_positions
@@ -102,11 +104,12 @@ class Decoder(nn.Module):
     """A decoder-only language model.
 
     `vocab_size` is the tokenizer's; the tables are padded to a multiple of 128, and padded ids never get a logit.
+    With `activation_checkpointing` k, every k-th layer's activations are recomputed in the backward pass.
     A caller that partitions parameters as they are made leaves `initialize_weights` false and calls `initialize`.
     """
 
     def __init__(
-        self, config: ModelSection, activation_checkpointing: bool = False, initialize_weights: bool = True
+        self, config: ModelSection, activation_checkpointing: int = 0, initialize_weights: bool = True
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -127,46 +130,84 @@ class Decoder(nn.Module):
         if initialize_weights:
             initialize(self, config)
 
-    def make_cache(self) -> Cache:
-        """An empty context for decoding or streaming."""
-        return Cache(self.config.num_layers)
+    def make_cache(self, padding: Sequence[int] = ()) -> Cache:
+        """An empty context for decoding or streaming.
+
+        `padding` is given where rows differ in length: how many tokens at the left of each row are none.
+        """
+        return Cache(self.config.num_layers, padding)
 
     def hidden_states(
-        self, tokens_BT: Tensor, attention: AttentionMode = "causal", cache: Cache | None = None
+        self,
+        tokens_BT: Tensor,
+        attention: AttentionMode = "causal",
+        cache: Cache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Normalised last hidden states [B, T, E].
 
         With a `cache`, the tokens continue those it has seen and the cache takes them in; the attention mode stays
-        the same for a cache's whole life (ValueError).
+        the same for a cache's whole life. With `documents_BT`, which numbers the document of each token, no token
+        sees another document. ValueError when token ids, cache and documents do not fit.
         """
-        start = 0
-        if cache is not None:
-            if cache.attention not in (None, attention):
-                raise ValueError(f"the cache was filled with {cache.attention} attention, not {attention}")
-            cache.attention = attention
-            start = cache.num_tokens_seen
-            cache.num_tokens_seen += tokens_BT.shape[1]
+        self._check_tokens(tokens_BT)
+        if cache is not None and documents_BT is not None:
+            raise ValueError("a cache continues one document; document numbers are for passes without one")
         num_tokens = tokens_BT.shape[1]
+        start = 0 if cache is None else cache.take(attention, *tokens_BT.shape)
         x_BTE = self.embedding(tokens_BT) * self.embedding_scale
-        position_TE = self.positions.embed(start, num_tokens, x_BTE)
-        x_BTE = self.dropout(x_BTE if position_TE is None else x_BTE + position_TE)
-        mode = make_attention(attention, self.config, self.positions, start, num_tokens)
+        if cache is not None and cache.padding:
+            rows = [(max(0, start - n), min(max(0, n - start), num_tokens)) for n in cache.padding]
+            position = self._ragged_positions(rows, x_BTE)
+            make = partial(make_attention, attention, self.config, self.positions)
+            mode: Attention = RaggedAttention([(n, make(begin, num_tokens - n)) for begin, n in rows])
+        else:
+            position = self.positions.embed(start, num_tokens, x_BTE)
+            mode = make_attention(attention, self.config, self.positions, start, num_tokens, documents_BT)
+        x_BTE = self.dropout(x_BTE if position is None else x_BTE + position)
         for index, layer in enumerate(self.layers):
-            if self.activation_checkpointing and self.training:
+            if self._recomputes(index):
                 x_BTE = checkpoint(layer, x_BTE, mode, None, use_reentrant=False)
             else:
                 x_BTE = layer(x_BTE, mode, None if cache is None else cache.layers[index])
         out: Tensor = self.norm(x_BTE)
         return out
 
+    def _check_tokens(self, tokens_BT: Tensor) -> None:
+        """On the host only: asking a GPU would wait for it, and ids come from the host."""
+        if tokens_BT.device.type != "cpu" or torch.compiler.is_compiling() or tokens_BT.numel() == 0:
+            return
+        low, high = int(tokens_BT.min()), int(tokens_BT.max())
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is not in the vocabulary of {self.vocab_size} pieces")
+
+    def _ragged_positions(self, rows: Sequence[tuple[int, int]], like: Tensor) -> Tensor | None:
+        """Vectors [B, T, E] for rows that begin at a position after a number of tokens that are none."""
+        num_tokens = like.shape[1]
+        vectors = [self.positions.embed(begin, num_tokens - padding, like) for begin, padding in rows]
+        if vectors[0] is None:
+            return None
+        return torch.stack([F.pad(x, (0, 0, num_tokens - len(x), 0)) for x in vectors if x is not None])
+
+    def _recomputes(self, layer_index: int) -> bool:
+        every = self.activation_checkpointing
+        return self.training and every > 0 and layer_index % every == 0
+
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Scores [B, T, V] of every next token, from `hidden_states`."""
         scores: Tensor = self.output(hidden_BTE)
         return scores[..., : self.vocab_size]
 
-    def forward(self, tokens_BT: Tensor, attention: AttentionMode = "causal", cache: Cache | None = None) -> Tensor:
-        """Logits [B, T, V] of the token that follows each of `tokens_BT`."""
-        return self.logits(self.hidden_states(tokens_BT, attention, cache))
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        attention: AttentionMode = "causal",
+        cache: Cache | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] of the token that follows each of `tokens_BT`; arguments as of `hidden_states`."""
+        return self.logits(self.hidden_states(tokens_BT, attention, cache, documents_BT))
 
 
 def count_parameters(config: ModelSection) -> int:

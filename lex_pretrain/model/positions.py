@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lex_pretrain.config import ModelSection
 
 Role = Literal["query", "key"]
+RopeScaling = Literal["linear", "ntk", "yarn"]
 
 
 class Positions(nn.Module):
@@ -25,6 +26,8 @@ class Positions(nn.Module):
 
     # Tokens that one attention call may span around a common centre; None where any number is exact.
     max_span_tokens: int | None = None
+    # Heads that `bias` tells apart; 0 where there is none.
+    num_bias_heads = 0
 
     def embed(self, start: int, num_tokens: int, like: Tensor) -> Tensor | None:
         """Vectors [T, E] to add to the embeddings of positions start .. start + T - 1, or None."""
@@ -40,7 +43,13 @@ class Positions(nn.Module):
 
 
 class RotaryPositions(Positions):
-    """Scheme `rope`: pairs of dimensions (x0, x1), (x2, x3), ... turned by position times angle."""
+    """Scheme `rope`: pairs of dimensions (x0, x1), (x2, x3), ... turned by position times angle.
+
+    A subclass changes the angles (`angles`), the decay (`log_scales`) or the size of all scores (`magnitude`).
+    """
+
+    # Factor of queries and of keys alike.
+    magnitude = 1.0
 
     def __init__(self, head_size: int, theta: float) -> None:
         super().__init__()
@@ -60,8 +69,40 @@ class RotaryPositions(Positions):
         position = torch.arange(start, start + num_tokens, dtype=torch.float64, device=device)
         log_scale = self.log_scales(device) * (1.0 if role == "query" else -1.0)
         # A complex number holds both: its angle turns the pair, its modulus is the xPos scale.
-        factors = torch.polar(torch.exp(torch.outer(position, log_scale)), torch.outer(position, self.angles(device)))
+        modulus = self.magnitude * torch.exp(torch.outer(position, log_scale))
+        factors = torch.polar(modulus, torch.outer(position, self.angles(device)))
         return factors.to(torch.complex64).unsqueeze(1)
+
+
+class ScaledRotaryPositions(RotaryPositions):
+    """RoPE stretched to `factor` times its training length, for evaluation.
+
+    `linear` slows all angles by the factor (position interpolation, arXiv 2306.15595). `ntk` raises theta so that the
+    slowest angle slows by it and the fastest not at all. `yarn` (arXiv 2309.00071) slows angles that turn less than
+    once in the training length, leaves those that turn over 32 times, blends between, and sharpens the scores.
+    """
+
+    _FEWEST_TURNS, _MOST_TURNS = 1.0, 32.0
+
+    def __init__(self, head_size: int, theta: float, method: RopeScaling, factor: float, training_length: int) -> None:
+        super().__init__(head_size, theta)
+        self.method = method
+        self.factor = factor
+        self.training_length = training_length
+        if method == "yarn":
+            self.magnitude = 0.1 * math.log(factor) + 1.0
+
+    def angles(self, device: torch.device) -> Tensor:
+        plain = super().angles(device)
+        if self.method == "linear":
+            return plain / self.factor
+        if self.method == "ntk":
+            # theta * factor^(D / (D - 2)), written for each angle; a single pair has nothing to spread over.
+            pair = torch.arange(self.head_size // 2, dtype=torch.float64, device=device)
+            return plain * torch.pow(self.factor, -2 * pair / max(1, self.head_size - 2))
+        num_turns = self.training_length * plain / (2 * math.pi)
+        share_kept = ((num_turns - self._FEWEST_TURNS) / (self._MOST_TURNS - self._FEWEST_TURNS)).clamp(0, 1)
+        return plain * (share_kept + (1 - share_kept) / self.factor)
 
 
 class XPosPositions(RotaryPositions):
@@ -69,39 +110,43 @@ class XPosPositions(RotaryPositions):
 
     Section 3.1 and Algorithm 1 of "A Length-Extrapolatable Transformer" (arXiv 2212.10554), with the scale base of
     the authors' code. A score depends on the distance alone and decays with it, for keys not after the query.
+    With `shared_decay` every pair decays by the mean of the logarithms: an ablation.
     """
 
     # exp(20) squared stays far from the limits of float32 and bfloat16, which share their exponent range.
     _MAX_LOG_SCALE = 20.0
 
-    def __init__(self, head_size: int, theta: float, gamma: float, scale_base: float) -> None:
+    def __init__(
+        self, head_size: int, theta: float, gamma: float, scale_base: float, shared_decay: bool = False
+    ) -> None:
         super().__init__(head_size, theta)
         self.gamma = gamma
         self.scale_base = scale_base
+        self.shared_decay = shared_decay
         steepest = -math.log(gamma / (1 + gamma)) / scale_base
         self.max_span_tokens = max(2, int(2 * self._MAX_LOG_SCALE / steepest))
 
     def log_scales(self, device: torch.device) -> Tensor:
         pair = torch.arange(self.head_size // 2, dtype=torch.float64, device=device)
         zeta = (pair / (self.head_size / 2) + self.gamma) / (1 + self.gamma)
-        return torch.log(zeta) / self.scale_base
+        log_zeta = torch.log(zeta)
+        if self.shared_decay:
+            log_zeta = log_zeta.mean().expand_as(log_zeta)
+        return log_zeta / self.scale_base
 
 
 class AlibiPositions(Positions):
     """Scheme `alibi`: scores fall linearly with distance, each head with its own slope (arXiv 2108.12409)."""
 
-    # The bias is a matrix of queries by keys, so the attention is cut into pieces of this many queries.
-    max_span_tokens = 1024
-
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_bias_heads = num_heads
 
     def slopes(self, device: torch.device) -> Tensor:
         """Slopes [H], float64: a geometric sequence; heads beyond a power of two fill in every other one."""
-        power = 2 ** math.floor(math.log2(self.num_heads))
+        power = 2 ** math.floor(math.log2(self.num_bias_heads))
         exponents = [8 * (head + 1) / power for head in range(power)]
-        exponents += [4 * (2 * head + 1) / power for head in range(self.num_heads - power)]
+        exponents += [4 * (2 * head + 1) / power for head in range(self.num_bias_heads - power)]
         return torch.pow(2.0, -torch.tensor(exponents, dtype=torch.float64, device=device))
 
     def bias(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -149,10 +194,22 @@ def make_positions(config: ModelSection) -> Positions:
     match config.position:
         case "xpos":
             return XPosPositions(
-                config.head_size, config.rotary_theta, config.xpos_gamma, config.resolved_xpos_scale_base
+                config.head_size,
+                config.rotary_theta,
+                config.xpos_gamma,
+                config.resolved_xpos_scale_base,
+                config.xpos_shared_decay,
             )
         case "rope":
-            return RotaryPositions(config.head_size, config.rotary_theta)
+            if config.rope_scaling == "none":
+                return RotaryPositions(config.head_size, config.rotary_theta)
+            return ScaledRotaryPositions(
+                config.head_size,
+                config.rotary_theta,
+                config.rope_scaling,
+                config.rope_scaling_factor,
+                config.sequence_length,
+            )
         case "alibi":
             return AlibiPositions(config.num_heads)
         case "sinusoidal":
