@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lex_pretrain.config import AttentionMode
@@ -85,9 +86,10 @@ def summary_table(all_results: Sequence[Results]) -> Table:
     """The perplexity table for a terminal."""
     header, rows = perplexity_rows(all_results)
     trained = ", ".join(f"{length:,}" for length in sorted({results.training_length for results in all_results}))
-    table = Table(title=f"perplexity by length in tokens (trained at {trained})")
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
+    # Eight lengths fit a terminal of 80 columns.
+    table = Table(title=f"perplexity by length in tokens (trained at {trained})", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("model", *header[2:]):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for position, attention, *cells in rows:
+        table.add_row(f"{position}, {attention}", *cells)
     return table

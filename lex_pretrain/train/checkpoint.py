@@ -8,6 +8,7 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 `config.yaml`, `tokenizer.model`, `state.json`, `files.json`.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -26,6 +27,7 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.train.conversion import STAGES_ALIKE, convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
 
 DEEPSPEED_TAG = "deepspeed"
@@ -47,6 +49,14 @@ class TrainState:
     zero_stage: int
     data_fingerprint: str
     wandb_run_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadPlan:
+    """A folder that DeepSpeed loads, and whether it is in the universal form."""
+
+    folder: Path
+    is_universal: bool
 
 
 class Checkpoints:
@@ -119,19 +129,37 @@ class Checkpoints:
     def read_state(self, checkpoint: Path) -> TrainState:
         return TrainState(**read_json(checkpoint / STATE_FILE))
 
-    def load(self, engine: Any, checkpoint: Path) -> None:
-        """Fill the engine from a verified checkpoint of the same world size and ZeRO stage."""
-        state = self.read_state(checkpoint)
-        here = (self.ranks.world_size, self.config.zero.stage)
-        if (state.world_size, state.zero_stage) != here:
+    def plan_load(self, checkpoint: Path, state: TrainState) -> LoadPlan:
+        """Where this run's engine can load a verified checkpoint from, converted where its layout is another.
+
+        Raises RequestError where DeepSpeed has no conversion between the ZeRO stages.
+        """
+        here = self.config.zero.stage
+        if here not in STAGES_ALIKE[state.zero_stage]:
             raise RequestError(
-                f"{checkpoint} was saved by {state.world_size} processes at ZeRO stage {state.zero_stage}, and this "
-                f"run has {here[0]} at stage {here[1]}; resume with the same of both"
+                f"{checkpoint} was saved at ZeRO stage {state.zero_stage}, and this run has stage {here}; DeepSpeed "
+                f"converts that checkpoint to stage {' or '.join(map(str, STAGES_ALIKE[state.zero_stage]))} only"
             )
-        with quiet_deepspeed():
-            loaded, _ = engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
+        if here == 0 or (state.zero_stage, state.world_size) == (here, self.ranks.world_size):
+            return LoadPlan(checkpoint, is_universal=False)
+        converted = self.folder / ".universal"
+        if self.ranks.rank == 0:
+            shutil.rmtree(converted, ignore_errors=True)
+            converted.mkdir()
+            convert_to_universal(checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG)
+        torch.distributed.barrier()
+        return LoadPlan(converted, is_universal=True)
+
+    def load(self, engine: Any, plan: LoadPlan) -> None:
+        """Fill the engine, which was made for `plan.is_universal`."""
+        kept_apart = optimizer_kept_apart(engine) if plan.is_universal else contextlib.nullcontext()
+        with quiet_deepspeed(), kept_apart:
+            loaded, _ = engine.load_checkpoint(str(plan.folder), tag=DEEPSPEED_TAG)
         if loaded is None:
-            raise JobError(f"DeepSpeed found no checkpoint in {checkpoint / DEEPSPEED_TAG}")
+            raise JobError(f"DeepSpeed found no checkpoint in {plan.folder / DEEPSPEED_TAG}")
+        torch.distributed.barrier()
+        if plan.is_universal and self.ranks.rank == 0:
+            shutil.rmtree(plan.folder)
 
     def _flush_and_list(self, folder: Path) -> list[dict[str, Any]]:
         """Every file's path, size and SHA-256; the ranks share the reading."""

@@ -42,8 +42,11 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     return micro
 
 
-def make_deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. RequestError when the user's `deepspeed:` section sets a key that is ours."""
+def make_deepspeed_config(config: Config, world_size: int, load_universal: bool = False) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; `load_universal` for a run that begins from a universal checkpoint.
+
+    Raises RequestError when the user's `deepspeed:` section sets a key that is ours.
+    """
     micro = micro_batch_size(config, world_size)
     zero: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": config.zero.overlap_comm}
     if config.zero.offload_optimizer:
@@ -55,6 +58,7 @@ def make_deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
         "gradient_clipping": config.train.gradient_clipping,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": load_universal},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
     }

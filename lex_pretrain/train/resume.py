@@ -8,7 +8,6 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import differing_keys
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import CONFIG_FILE
-from lex_pretrain.ranks import Ranks
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 
 NEVER = "never"
@@ -20,15 +19,15 @@ HARMLESS_KEYS = (
     "train.num_steps",
     "train.micro_batch_size",
     "train.activation_checkpointing",
+    "zero.",
     "train.validate_every_steps",
     "train.validation_num_sequences",
-    "zero.overlap_comm",
     "checkpoint.",
     "monitor.",
 )
 
 
-def check_same_run(config: Config, output_dir: Path, resume: str | None, ranks: Ranks) -> None:
+def check_same_run(config: Config, output_dir: Path, resume: str | None) -> None:
     """Raises RequestError, naming the keys, when the output folder holds a run of another config."""
     file = output_dir / CONFIG_FILE
     if not file.is_file():

@@ -50,17 +50,12 @@ class StepResult:
 class Trainer:
     """The engine with its data: everything that a step needs."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: Ranks, loader: Loader, load_universal: bool) -> None:
         self.config = config
         self.ranks = ranks
         self.device = device_of_rank(ranks.local_rank)
-        datasets = open_sources(config.data, split="train")
-        self.config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
-        self.data_fingerprint = "+".join(dataset.manifest.fingerprint for dataset in datasets)
-        self.tokenizer_file = datasets[0].folder / TOKENIZER_FILE
-        weights = [source.weight for source in config.data.resolved_sources]
-        self.loader = Loader(datasets, weights, config.model.sequence_length, config.run.seed)
-        self.decoder, self.engine = make_engine(self.config, ranks)
+        self.loader = loader
+        self.decoder, self.engine = make_engine(config, ranks, load_universal)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
         self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
 
@@ -114,11 +109,11 @@ def resolve_vocab_size(config: Config, data_vocab_size: int) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def make_engine(config: Config, ranks: Ranks) -> tuple[Decoder, Any]:
+def make_engine(config: Config, ranks: Ranks, load_universal: bool) -> tuple[Decoder, Any]:
     """The decoder and the DeepSpeed engine around it, with the same initial weights on every rank."""
     import deepspeed
 
-    settings = make_deepspeed_config(config, ranks.world_size)
+    settings = make_deepspeed_config(config, ranks.world_size, load_universal)
     torch.manual_seed(derive_key(config.run.seed, "initial weights"))
     partitioned = config.zero.stage == 3
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=partitioned):
@@ -159,15 +154,20 @@ def train(config: Config, resume: str | None = None) -> None:
     stop = StopRequest()
     ranks = init_distributed()
     main = ranks.rank == 0
-    trainer = Trainer(config, ranks)
-    config = trainer.config
-    check_same_run(config, output_dir, resume, ranks)
-    checkpoints = Checkpoints(config, ranks, trainer.tokenizer_file)
-    state = TrainState(0, 0, 0, ranks.world_size, config.zero.stage, trainer.data_fingerprint)
-    start = find_start(checkpoints, resume, trainer.data_fingerprint)
-    if start is not None:
-        checkpoint, saved = start
-        checkpoints.load(trainer.engine, checkpoint)
+    datasets = open_sources(config.data, split="train")
+    config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
+    weights = [source.weight for source in config.data.resolved_sources]
+    loader = Loader(datasets, weights, config.model.sequence_length, config.run.seed)
+    check_same_run(config, output_dir, resume)
+    checkpoints = Checkpoints(config, ranks, datasets[0].folder / TOKENIZER_FILE)
+    fingerprint = "+".join(dataset.manifest.fingerprint for dataset in datasets)
+    state = TrainState(0, 0, 0, ranks.world_size, config.zero.stage, fingerprint)
+    start = find_start(checkpoints, resume, fingerprint)
+    plan = None if start is None else checkpoints.plan_load(*start)
+    trainer = Trainer(config, ranks, loader, load_universal=plan is not None and plan.is_universal)
+    if start is not None and plan is not None:
+        checkpoints.load(trainer.engine, plan)
+        _, saved = start
         state = replace(
             state, step=saved.step, samples=saved.samples, tokens=saved.tokens, wandb_run_id=saved.wandb_run_id
         )
