@@ -48,7 +48,8 @@ def choose_num_processes() -> tuple[int, str]:
         return count, f"one for each of {count} GPUs"
     cores = len(os.sched_getaffinity(0))
     count = 2 if cores >= 2 else 1
-    return count, f"no GPU; {cores} CPU cores, {cores // count} threads a process"
+    threads = cores // count
+    return count, f"no GPU; {cores} CPU cores, {threads} thread{'s' if threads > 1 else ''} a process"
 
 
 def check_precision(precision: Precision) -> None:

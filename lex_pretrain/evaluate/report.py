@@ -52,7 +52,7 @@ def write_report(
     pictures = [
         Picture(
             plots.plot_perplexity(all_results, output / "perplexity.png"),
-            "Perplexity at each length; bands are 95 % bootstrap intervals over documents.",
+            "Perplexity at each length; bars are 95 % bootstrap intervals over documents.",
         )
     ]
     if training:
