@@ -2,142 +2,146 @@
 
 import functools
 import hashlib
-import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from data_prep.documents import DocumentTableBuilder
+from data_prep.duplicates import SIGNATURE_SIZE, signature
+from data_prep.encoding import Encoder
+from data_prep.filters import Filters
 from data_prep.options import PrepareOptions
-from data_prep.readers import Document, Rejection, read_source
-from data_prep.units import Unit
+from data_prep.readers import Document, Item, Rejection, SegmentReader
+from data_prep.sources import stamp
+from data_prep.unit_files import UnitRecord, contamination_file, json_lines, rejected_file, table_file
+from data_prep.units import Segment, Unit
 from lex_pretrain.data.manifest import SPLITS, Account, ShardRecord, Split, Tally
-from lex_pretrain.data.shards import token_dtype, tokens_file, write_shard
-from lex_pretrain.files import atomic_write, read_json, write_json
+from lex_pretrain.data.shards import TOKENIZER_FILE, Tokens, write_shard
+from lex_pretrain.errors import RequestError
+from lex_pretrain.files import atomic_write
 from lex_pretrain.tokenizer import Tokenizer
 
-UNITS_FOLDER = ".units"
-EMPTY = "empty"
+UNREADABLE = "unreadable file"
 # Characters that are tokenized in one call: enough to keep SentencePiece busy, few enough to bound memory.
 _BATCH_CHARACTERS = 1_000_000
 
 
-class UnitRecord(BaseModel):
-    """What a finished unit left; `key` names everything that decided it."""
+@dataclass(frozen=True)
+class PackJob:
+    """What every unit of a preparation shares."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    output: Path
+    options: PrepareOptions
     key: str
-    shards: tuple[ShardRecord, ...]
-    account: Account
+    word_cache: bool
 
 
-def unit_record_file(output: Path, number: int) -> Path:
-    return output / UNITS_FOLDER / f"unit-{number:05d}.json"
+class _Tallies:
+    """Documents and bytes under each reason; None stands for those packed."""
+
+    def __init__(self) -> None:
+        self._documents: Counter[str | None] = Counter()
+        self._bytes: Counter[str | None] = Counter()
+
+    def add(self, reason: str | None, num_bytes: int) -> None:
+        self._documents[reason] += 1
+        self._bytes[reason] += num_bytes
+
+    def account(self, num_tokens: int) -> Account:
+        of = {key: Tally(documents=count, bytes=self._bytes[key]) for key, count in self._documents.items()}
+        return Account(
+            read=sum(of.values(), Tally()),
+            rejected={key: of[key] for key in sorted(reason for reason in of if reason is not None)},
+            packed=of.get(None, Tally()),
+            num_tokens=num_tokens,
+        )
 
 
-def rejected_file(output: Path, number: int) -> Path:
-    return output / UNITS_FOLDER / f"unit-{number:05d}.rejected.jsonl"
-
-
-def finished_unit(output: Path, number: int, key: str) -> UnitRecord | None:
-    """The record of a unit that was finished for the same key and whose shards are still there."""
-    file = unit_record_file(output, number)
-    if not file.is_file():
-        return None
-    record = UnitRecord.model_validate(read_json(file))
-    present = all(tokens_file(output, shard.stem).is_file() for shard in record.shards)
-    return record if record.key == key and present else None
-
-
-def pack_unit(unit: Unit, output: Path, tokenizer_file: Path, options: PrepareOptions, key: str) -> UnitRecord:
-    """Write the unit's shards and rejected records, then its own record, which makes it finished."""
-    tokenizer = _tokenizer(tokenizer_file)
-    packers = {split: _Packer(tokenizer) for split in SPLITS}
-    rejected: dict[str, Tally] = {}
-    read = Tally()
+def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
+    """Write the unit's shards, rejected records and documents' origins, then its record, which makes it finished."""
+    options, output = job.options, job.output
+    filters = Filters(options, contamination_file(output))
+    encoder = _encoder(output / TOKENIZER_FILE, job.word_cache, job.key)
+    packers = {split: _Packer(encoder) for split in SPLITS}
+    near = options.near_duplicate_similarity is not None
+    table = DocumentTableBuilder(SIGNATURE_SIZE if near else 0)
+    tallies, num_records = _Tallies(), []
     with atomic_write(rejected_file(output, unit.number)) as rejections:
-        for source, item in _items(unit.sources, options.text_key):
-            num_bytes = len(item.text.encode()) if isinstance(item, Document) else item.num_bytes
-            one = Tally(documents=1, bytes=num_bytes)
-            read += one
-            reason = item.reason if isinstance(item, Rejection) else EMPTY if not item.text.strip() else None
-            if reason is None and isinstance(item, Document):
-                packers[split_of(item.text, options)].add(item.text, num_bytes)
-                continue
-            # The place inside the record is for the list; the account groups by kind.
-            kind = str(reason).partition(" (")[0]
-            rejected[kind] = rejected.get(kind, Tally()) + one
-            line = {"source": source, "record": item.record, "reason": reason, "bytes": num_bytes}
-            rejections.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-    shards = []
-    for split, packer in packers.items():
-        record = packer.write(output, unit.number, split)
-        shards += [record] if record else []
-    packed = Tally(
-        documents=sum(shard.num_documents for shard in shards), bytes=sum(shard.num_source_bytes for shard in shards)
-    )
-    num_tokens = sum(shard.num_tokens for shard in shards)
-    account = Account(read=read, rejected=rejected, packed=packed, num_tokens=num_tokens)
-    result = UnitRecord(key=key, shards=tuple(shards), account=account)
-    write_json(unit_record_file(output, unit.number), result.model_dump(mode="json"))
-    return result
+        for index, segment in enumerate(unit.segments):
+            reader = SegmentReader(segment, options)
+            for item in _items(reader, segment, options.skip_bad_files):
+                if isinstance(item, Document):
+                    num_bytes, detail, reason = len(item.data), "", filters.reason(item)
+                else:
+                    num_bytes, detail, reason = item.num_bytes, item.detail, item.reason
+                tallies.add(reason, num_bytes)
+                if isinstance(item, Document) and reason is None:
+                    digest = hashlib.blake2b(item.data, digest_size=16).digest()
+                    split = split_of(digest, options)
+                    packers[split].add(item.text, num_bytes)
+                    signed = signature(item.text) if near else None
+                    table.add(split, index, item.record, num_bytes, digest, signed)
+                    continue
+                line = {"segment": index, "record": item.record, "reason": reason, "detail": detail, "bytes": num_bytes}
+                rejections.write(json_lines([line]))
+            num_records.append(reader.num_records)
+    table.build().save(table_file(output, unit.number))
+    written = [packer.write(output, unit.number, split) for split, packer in packers.items()]
+    shards = tuple(shard for shard in written if shard is not None)
+    account = tallies.account(sum(shard.num_tokens for shard in shards))
+    record = UnitRecord(key=job.key, shards=shards, account=account, num_records=tuple(num_records))
+    record.save(output, unit.number)
+    return record
 
 
-def split_of(text: str, options: PrepareOptions) -> Split:
+def _items(reader: SegmentReader, segment: Segment, skip_bad_files: bool) -> Iterator[Item]:
+    """The segment's records; where reading fails, what came before stays, and the rest is one rejection if allowed."""
+    before = None
+    number = 0
+    try:
+        before = stamp(segment.source)
+        for item in reader:
+            number = item.record
+            yield item
+    except RequestError as error:
+        if not skip_bad_files:
+            raise RequestError(
+                f"{error}; mend or leave out the file, or go on without it by --skip-bad-files"
+            ) from None
+        yield Rejection(UNREADABLE, number + 1, 0, str(error))
+    if before is not None and stamp(segment.source) != before:
+        raise RequestError(f"{segment.source} changed while it was read; run again when it is complete")
+
+
+def split_of(digest: bytes, options: PrepareOptions) -> Split:
     """The side a document falls on: by its content alone, so that it never changes when files come or move."""
-    place = _hash_fraction(text, b"split")
+    place = int.from_bytes(digest[:8], "little") / 2**64
     if place < options.test_fraction:
         return "test"
     return "validation" if place < options.test_fraction + options.validation_fraction else "train"
 
 
-def sample_unit(unit: Unit, text_key: str, fraction: float, seed: int) -> list[str]:
-    """A share of the unit's documents, each as likely as any other, chosen by content."""
-    key = f"sample {seed}".encode()
-    return [
-        item.text
-        for _, item in _items(unit.sources, text_key)
-        if isinstance(item, Document) and item.text.strip() and _hash_fraction(item.text, key) < fraction
-    ]
-
-
-def _items(sources: Iterable[str], text_key: str) -> Iterator[tuple[str, Document | Rejection]]:
-    """All records of the sources; a text that UTF-8 cannot hold (a lone surrogate) is a rejection too."""
-    for source in sources:
-        for item in read_source(source, text_key):
-            if isinstance(item, Document):
-                try:
-                    item.text.encode()
-                except UnicodeEncodeError:
-                    num_bytes = len(item.text.encode(errors="replace"))
-                    yield source, Rejection("lone surrogate", item.record, num_bytes)
-                    continue
-            yield source, item
-
-
-def _hash_fraction(text: str, key: bytes) -> float:
-    """A number in [0, 1) that depends on the content and nothing else."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=key).digest()
-    return int.from_bytes(digest, "little") / 2**64
+def shard_stem(number: int, split: Split) -> str:
+    return f"shard-{number:05d}" if split == "train" else f"{split}/shard-{number:05d}"
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(file: Path) -> Tokenizer:
-    return Tokenizer(file)
+def _encoder(tokenizer_file: Path, word_cache: bool, key: str) -> Encoder:
+    """One encoder for all units that a process works on, so that its words stay known; `key` tells runs apart."""
+    return Encoder(Tokenizer(tokenizer_file), word_cache)
 
 
 class _Packer:
-    """Documents of one split of one unit, tokenized in batches and joined with EODs."""
+    """Documents of one split of one unit, tokenized in batches."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._dtype = token_dtype(tokenizer.vocab_size)
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
         self._waiting: list[str] = []
         self._waiting_characters = 0
-        self._documents: list[Any] = []
+        self._documents: list[Tokens] = []
         self._num_bytes = 0
 
     def add(self, text: str, num_bytes: int) -> None:
@@ -153,12 +157,10 @@ class _Packer:
         if not self._documents:
             return None
         lengths = np.array([len(document) for document in self._documents], dtype=np.int64)
-        starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.int64)
-        stem = f"shard-{number:05d}" if split == "train" else f"{split}/shard-{number:05d}"
-        return write_shard(output, stem, split, np.concatenate(self._documents), starts, self._num_bytes)
+        starts = np.cumsum(lengths) - lengths
+        tokens: Tokens = np.concatenate(self._documents)  # type: ignore[assignment]
+        return write_shard(output, shard_stem(number, split), split, tokens, starts, self._num_bytes)
 
     def _tokenize(self) -> None:
-        for ids in self._tokenizer.encode_batch(self._waiting) if self._waiting else ():
-            ids.append(self._tokenizer.eod_id)
-            self._documents.append(np.array(ids, dtype=self._dtype))
+        self._documents += self._encoder.encode(self._waiting)
         self._waiting, self._waiting_characters = [], 0

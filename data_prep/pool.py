@@ -1,10 +1,10 @@
-"""Who does the work units: processes of this machine, or all processes of an `mpiexec` over many."""
+"""Who does the work units: this process, more processes of this machine, or all processes of an `mpiexec` over many."""
 
 import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import cast
 
 
@@ -17,9 +17,13 @@ def worker_pool(num_workers: int) -> Iterator[Executor | None]:
         with MPICommExecutor() as executor:
             yield cast("Executor | None", executor)
         return
-    # Spawned, not forked: the parent may hold threads of libraries that do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+    pool: Executor
+    if num_workers == 1:
+        pool = ThreadPoolExecutor(1)
+    else:
+        # Spawned, not forked: the parent may hold threads of libraries that do not survive a fork.
+        pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
+    with pool:
         try:
             yield pool
         except BaseException:

@@ -1,38 +1,40 @@
-"""A dataset folder from inputs: list them, get a tokenizer, pack every unit, write the manifest.
+"""A dataset folder from inputs: list them, get a tokenizer, pack every unit, drop duplicates, write the manifest.
 
 Each step leaves whole files, so a killed preparation goes on where it stood when the same command is run again.
 """
 
+import errno
 import os
-import shutil
+import time
 from concurrent.futures import Executor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from data_prep.dropping import drop_documents, plan_drops
+from data_prep.encoding import UnequalIdsError, log_way
+from data_prep.filters import FILTER_REASONS
+from data_prep.job import JOB_FILE, check_same_job, describe_job
 from data_prep.options import PrepareOptions
-from data_prep.packing import EMPTY, UNITS_FOLDER, UnitRecord, finished_unit, pack_unit, rejected_file, sample_unit
+from data_prep.packing import PackJob, pack_unit
 from data_prep.pool import worker_pool
-from data_prep.readers import list_sources
-from data_prep.train_tokenizer import train_tokenizer
-from data_prep.units import Unit, make_units, stamp
+from data_prep.readers import Document, SegmentReader
+from data_prep.rejections import REJECTED_FILE, join_rejections
+from data_prep.sampling import provide_tokenizer
+from data_prep.sources import list_sources
+from data_prep.unit_files import UNITS_FOLDER, UnitRecord, contamination_file, finished_unit
+from data_prep.units import Unit, make_units
+from data_prep.word_runs import index_of_runs
 from lex_pretrain import __version__
 from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Account, Manifest, TokenizerRecord
-from lex_pretrain.data.shards import TOKENIZER_FILE, token_dtype
+from lex_pretrain.data.shards import token_dtype
 from lex_pretrain.errors import JobError, RequestError
-from lex_pretrain.files import (
-    atomic_write,
-    folder_lock,
-    read_json,
-    sha256_of_file,
-    sha256_of_json,
-    write_json,
-)
+from lex_pretrain.files import atomic_write, folder_lock, sha256_of_json, write_json
 from lex_pretrain.progress import logger, progress
 from lex_pretrain.tokenizer import Tokenizer
 
-JOB_FILE = "prepare.json"
-REJECTED_FILE = "rejected.jsonl"
 # Records after which a share of faulty ones says something about all of them.
 _ENOUGH_RECORDS = 1000
 
@@ -42,34 +44,40 @@ def prepare(
 ) -> Manifest | None:
     """Make or finish the dataset folder `output`; None on the MPI processes that only helped.
 
-    Raises RequestError when an input or the folder is not what the request needs, or too many records are faulty.
+    Raises RequestError when an input or the folder is not what the request needs, or too many records are faulty, and
+    JobError when the disk is full or a worker was killed.
     """
-    with worker_pool(num_workers or len(os.sched_getaffinity(0))) as pool:
+    num_workers = num_workers or len(os.sched_getaffinity(0))
+    with worker_pool(num_workers) as pool:
         if pool is None:
             return None
-        options.check()
         sources = list_sources(inputs)
-        output.mkdir(parents=True, exist_ok=True)
-        with folder_lock(output, "preparation"):
-            return _prepare_locked(sources, output, options, pool)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            with folder_lock(output, "preparation"):
+                return _prepare_locked(sources, output, options, pool)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise JobError(f"no space is left for {output}; free some and run the same command again") from error
+        except BrokenProcessPool:
+            raise JobError(
+                "a worker process was killed, most likely for lack of memory; run again with fewer --workers"
+            ) from None
 
 
 def _prepare_locked(sources: list[str], output: Path, options: PrepareOptions, pool: Executor) -> Manifest:
-    job = {
-        "options": options.model_dump(mode="json"),
-        "tokenizer_sha256": sha256_of_file(options.tokenizer) if options.tokenizer else None,
-        "sources": [stamp(source) for source in sources],
-    }
-    _check_same_job(output, job)
+    description = describe_job(sources, options)
+    check_same_job(output, description)
     if (output / MANIFEST_FILE).is_file():
         logger.info("%s is already prepared from the same inputs; nothing to do", output)
         return Manifest.load(output)
+    started = time.monotonic()
     (output / UNITS_FOLDER).mkdir(exist_ok=True)
     units = make_units(sources, options.unit_bytes)
-    tokenizer_file = _provide_tokenizer(units, output, options, pool)
-    tokenizer = Tokenizer(tokenizer_file)
-    key = sha256_of_json([job, tokenizer.fingerprint])
-    records = _pack(units, output, tokenizer_file, options, pool, key)
+    tokenizer = provide_tokenizer(units, output, options, pool)
+    _index_evaluation_files(output, options)
+    records, num_reused = _pack_all(units, output, tokenizer, options, pool, description)
     account = sum((record.account for record in records), Account())
     if account.packed.documents == 0:
         raise RequestError(f"no document was fit to keep: {_summary(account)}; see {output / REJECTED_FILE}")
@@ -79,129 +87,106 @@ def _prepare_locked(sources: list[str], output: Path, options: PrepareOptions, p
         tokenizer=TokenizerRecord(
             fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id
         ),
-        dtype="uint16" if token_dtype(tokenizer.vocab_size).__name__ == "uint16" else "uint32",
+        dtype="uint16" if token_dtype(tokenizer.vocab_size) is np.uint16 else "uint32",
         shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
         account=account,
-        config=job["options"],
+        config=options.model_dump(mode="json"),
         sources=tuple(sources),
     )
     manifest.save(output)
-    logger.info("%s: %s", output, _summary(account))
+    seconds = time.monotonic() - started
+    run = {"seconds": seconds, "num_units": len(units), "num_units_reused": num_reused}
+    write_json(output / JOB_FILE, {"job": description, "run": run, "account": account.model_dump(mode="json")})
+    logger.info("%s: %s, in %.0f s", output, _summary(account), seconds)
     return manifest
 
 
-def _check_same_job(output: Path, job: dict[str, Any]) -> None:
-    """Note the job in a new folder; RequestError, naming what differs, in one that was begun from something else."""
-    file = output / JOB_FILE
-    if not file.is_file():
-        others = [path.name for path in output.iterdir() if path.name != ".lock"]
-        if others:
-            raise RequestError(
-                f"{output} holds something else ({', '.join(sorted(others)[:3])}); choose another --output"
-            )
-        write_json(file, job)
+def _index_evaluation_files(output: Path, options: PrepareOptions) -> None:
+    """Hash every run of words of the evaluation files, for all workers to look into."""
+    if not options.decontaminate or contamination_file(output).is_file():
         return
-    old = read_json(file)
-    changed = [key for key, value in job["options"].items() if old["options"].get(key) != value]
-    faults = [f"--{key.replace('_', '-')} was {old['options'].get(key)}" for key in changed]
-    if old["tokenizer_sha256"] != job["tokenizer_sha256"]:
-        faults.append("the tokenizer file has changed")
-    before = {source["path"]: source for source in old["sources"]}
-    now = {source["path"]: source for source in job["sources"]}
-    faults += [f"{path} is new" for path in now.keys() - before.keys()]
-    faults += [f"{path} is no longer among the inputs" for path in before.keys() - now.keys()]
-    faults += [f"{path} has changed" for path in now.keys() & before.keys() if now[path] != before[path]]
-    if faults:
-        listed = "\n".join(f"  {fault}" for fault in sorted(faults)[:10])
-        more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
-        raise RequestError(f"{output} was begun from something else:\n{listed}{more}\nchoose another --output")
+    num_words = options.decontaminate_words
+    units = make_units(list_sources(list(options.decontaminate)), options.unit_bytes)
+    segments = [segment for unit in units for segment in unit.segments]
+    documents = [item.text for part in segments for item in SegmentReader(part, options) if isinstance(item, Document)]
+    index = index_of_runs(documents, num_words)
+    if not len(index):
+        raise RequestError(f"--decontaminate: no document of these files has {num_words} words in a row")
+    with atomic_write(contamination_file(output)) as file:
+        np.save(file, index, allow_pickle=False)
+    logger.info("%s runs of %d words from %d evaluation documents", f"{len(index):,}", num_words, len(documents))
 
 
-def _provide_tokenizer(units: list[Unit], output: Path, options: PrepareOptions, pool: Executor) -> Path:
-    """The folder's own copy of the tokenizer: given, trained now, or trained before a restart."""
-    file = output / TOKENIZER_FILE
-    if file.is_file():
-        return file
-    if options.tokenizer is not None:
-        Tokenizer(options.tokenizer)
-        with atomic_write(file) as copy, options.tokenizer.open("rb") as given:
-            shutil.copyfileobj(given, copy)
-        return file
-    total_bytes = sum(unit.num_bytes for unit in units)
-    fraction = min(1.0, options.tokenizer_sample_bytes / total_bytes) if total_bytes else 1.0
-    futures = [pool.submit(sample_unit, unit, options.text_key, fraction, options.seed) for unit in units]
-    texts: list[str] = []
-    with progress("reading the tokenizer's sample", max(total_bytes, 1), "bytes") as reporter:
-        for unit, future in zip(units, futures, strict=True):
-            texts += future.result()
-            reporter.advance(unit.num_bytes)
-    num_characters = sum(map(len, texts))
-    logger.info(
-        "training a tokenizer of %d pieces on %s documents, %.1f M characters",
-        options.vocab_size,
-        f"{len(texts):,}",
-        num_characters / 1e6,
-    )
-    model = train_tokenizer(texts, options.vocab_size)
-    with atomic_write(file) as opened:
-        opened.write(model)
-    return file
+def _pack_all(
+    units: list[Unit],
+    output: Path,
+    tokenizer: Tokenizer,
+    options: PrepareOptions,
+    pool: Executor,
+    description: dict[str, Any],
+) -> tuple[list[UnitRecord], int]:
+    """Records of all units, in order, and how many were finished before."""
+    for word_cache in (True, False):
+        key = sha256_of_json([description, tokenizer.fingerprint, word_cache])
+        job = PackJob(output, options, key, word_cache)
+        log_way(tokenizer, word_cache)
+        found = {unit.number: finished_unit(output, unit.number, key) for unit in units}
+        done = {number: record for number, record in found.items() if record is not None}
+        num_reused = len(done)
+        try:
+            _pack(units, job, pool, done)
+            _drop_duplicates(job, pool, done)
+        except UnequalIdsError:
+            # Every unit is packed anew, for those that showed no difference were not compared throughout.
+            continue
+        finally:
+            join_rejections(output, units, done)
+        return [done[unit.number] for unit in units], num_reused
+    raise JobError("tokenizing plainly does not agree with itself")
 
 
-def _pack(
-    units: list[Unit], output: Path, tokenizer_file: Path, options: PrepareOptions, pool: Executor, key: str
-) -> list[UnitRecord]:
-    """Records of all units, in order; those finished before are taken as they are."""
-    records = {unit.number: finished_unit(output, unit.number, key) for unit in units}
-    done = {number: record for number, record in records.items() if record is not None}
+def _pack(units: list[Unit], job: PackJob, pool: Executor, done: dict[int, UnitRecord]) -> None:
+    """Pack the units that are not done, and note their records there as they come."""
+    waiting = [unit for unit in units if unit.number not in done]
     if done:
         logger.info("%d of %d units were finished before", len(done), len(units))
     account = sum((record.account for record in done.values()), Account())
-    total_bytes = sum(unit.num_bytes for unit in units if unit.number not in done)
-    futures = {
-        pool.submit(pack_unit, unit, output, tokenizer_file, options, key): unit
-        for unit in units
-        if unit.number not in done
-    }
-    with progress("tokenizing", max(total_bytes, 1), "bytes") as reporter:
+    started, tokens_before = time.monotonic(), account.num_tokens
+    futures = {pool.submit(pack_unit, unit, job): unit for unit in waiting}
+    with progress("tokenizing", max(sum(unit.num_bytes for unit in waiting), 1), "bytes") as reporter:
         try:
             for future in as_completed(futures):
                 unit = futures[future]
                 done[unit.number] = future.result()
                 account += done[unit.number].account
-                reporter.advance(
-                    unit.num_bytes, f"{account.packed.documents:,} documents  {account.num_tokens:,} tokens"
-                )
-                _check_rejected(account, options, output, finished=len(done) == len(units))
-        except BrokenProcessPool:
-            raise JobError(
-                "a worker process was killed, most likely for lack of memory; run again with fewer --workers"
-            ) from None
+                rate = (account.num_tokens - tokens_before) / (time.monotonic() - started)
+                reporter.advance(unit.num_bytes, f"{rate:,.0f} tokens/s  {_summary(account)}")
+                _check_rejected(account, job, finished=len(done) == len(units))
         finally:
             for future in futures:
                 future.cancel()
-            _join_rejected(output, done)
-    return [done[number] for number in sorted(done)]
+    _check_rejected(account, job, finished=True)
 
 
-def _check_rejected(account: Account, options: PrepareOptions, output: Path, finished: bool) -> None:
-    """Empty documents are no fault of the input; records that are not what was asked for are."""
-    faulty = {reason: tally.documents for reason, tally in account.rejected.items() if reason != EMPTY}
+def _drop_duplicates(job: PackJob, pool: Executor, done: dict[int, UnitRecord]) -> None:
+    """Take duplicates out of the units that hold them; `done` then has their new records."""
+    drops = plan_drops(job, sorted(done))
+    futures = {number: pool.submit(drop_documents, job, number, done[number], drops[number]) for number in drops}
+    for number, future in futures.items():
+        done[number] = future.result()
+
+
+def _check_rejected(account: Account, job: PackJob, finished: bool) -> None:
+    """What a filter was asked to reject is no fault of the input; records that are not what was asked for are."""
+    faulty = {reason: tally.documents for reason, tally in account.rejected.items() if reason not in FILTER_REASONS}
     share = sum(faulty.values()) / max(1, account.read.documents)
-    if share > options.max_rejected and (finished or account.read.documents >= _ENOUGH_RECORDS):
+    if share > job.options.max_rejected and (finished or account.read.documents >= _ENOUGH_RECORDS):
         worst = max(faulty, key=lambda reason: faulty[reason])
         raise RequestError(
             f"{share:.1%} of {account.read.documents:,} records are faulty, most because: {worst}. "
-            f"They are listed in {output / REJECTED_FILE}. "
+            f"They are listed in {job.output / REJECTED_FILE}. "
             "Correct the inputs or --text-key, or allow more with --max-rejected"
         )
-
-
-def _join_rejected(output: Path, done: dict[int, UnitRecord]) -> None:
-    with atomic_write(output / REJECTED_FILE) as joined:
-        for number in sorted(done):
-            with rejected_file(output, number).open("rb") as part:
-                shutil.copyfileobj(part, joined)
 
 
 def _summary(account: Account) -> str:

@@ -1,190 +1,194 @@
-"""Reading documents out of files and `hf://` datasets, one at a time, with what went wrong in between.
+"""Reading documents out of a part of a source, one at a time, with what went wrong in between.
 
-A *source* is one file or one remote dataset. Reading yields a `Document` or a `Rejection` for every record, so that
-nothing is lost without a trace; a file that cannot be read at all raises RequestError.
+Reading yields a `Document` or a `Rejection` for every record, so that nothing is lost without a trace; a file that
+cannot be read at all raises RequestError.
 """
 
 import gzip
 import io
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from data_prep.options import PrepareOptions
+from data_prep.sources import JSONL_SUFFIXES, REMOTE_PREFIX
+from data_prep.tables import Row, csv_rows, dataset_rows, parquet_rows
+from data_prep.units import Segment
 from lex_pretrain.errors import RequestError
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TABLE_SUFFIXES = (".parquet", ".csv")
-REMOTE_PREFIX = "hf://"
-# Formats that are surely not text; met in a folder they are left alone, named outright they are refused.
-_BINARY_SUFFIXES = (
-    ".npy",
-    ".model",
-    ".bin",
-    ".safetensors",
-    ".pt",
-    ".so",
-    ".png",
-    ".jpg",
-    ".zip",
-    ".gz",
-    ".zst",
-    ".pyc",
-)
+NOT_UTF8 = "not UTF-8"
+TOO_LONG = "too long"
+SURROGATE = "lone surrogate"
+_SKIPPED_AT_ONCE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text, and the record of its source that it stands in, counted from 1."""
+    """A document's text and its UTF-8; `record` counts the records of its segment from 1."""
 
     text: str
+    data: bytes
     record: int
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A record that gives no document; `num_bytes` is its size as stored."""
+    """A record that gives no document; `num_bytes` is its size as stored, 0 where that is not known."""
 
     reason: str
     record: int
     num_bytes: int
+    detail: str = ""
 
 
-def list_sources(inputs: list[str]) -> list[str]:
-    """Files and remote datasets meant by `inputs`, each once, sorted; folders are searched through.
-
-    Raises RequestError for an input that does not exist, matches nothing, or holds no file.
-    """
-    sources: set[str] = set()
-    for given in inputs:
-        if given.startswith(REMOTE_PREFIX):
-            sources.add(given)
-            continue
-        path = Path(given)
-        if path.is_dir():
-            found = [file for file in path.rglob("*") if file.is_file() and _is_text(file, path)]
-            if not found:
-                raise RequestError(f"folder {given} holds no text file to read")
-        elif path.exists():
-            if not _is_text(path, path.parent):
-                raise RequestError(
-                    f"{given} is not a format that can be read: give text, .jsonl[.gz|.zst], .parquet or .csv"
-                )
-            found = [path]
-        else:
-            root = Path(path.anchor or ".")
-            found = [match for match in root.glob(str(path.relative_to(path.anchor))) if match.is_file()]
-            if not found:
-                raise RequestError(f"{given} does not exist and matches no file")
-        sources.update(str(file.resolve()) for file in found)
-    return sorted(sources)
+Item = Document | Rejection
+# Yields the records and returns how many there were: lines of .jsonl, blank ones too, else documents or rows.
+Items = Generator[Item, None, int]
 
 
-def source_size_bytes(source: str) -> int:
-    """Size as stored; a remote dataset's is not known and counts as nothing."""
-    return 0 if source.startswith(REMOTE_PREFIX) else Path(source).stat().st_size
+class SegmentReader:
+    """Iterates over the records of a segment; then `num_records` says how many it held. RequestError as above."""
 
+    def __init__(self, segment: Segment, options: PrepareOptions) -> None:
+        self._segment = segment
+        self._options = options
+        self.num_records = 0
 
-def read_source(source: str, text_key: str) -> Iterator[Document | Rejection]:
-    """Every record of a source. `text_key` names the text in JSON lines and tables; dots reach into nested objects."""
-    if source.startswith(REMOTE_PREFIX):
-        yield from _read_rows(_remote_rows(source), text_key)
-        return
-    path = Path(source)
-    try:
+    def __iter__(self) -> Iterator[Item]:
+        source = self._segment.source
+        try:
+            self.num_records = yield from self._items(source)
+        except (OSError, EOFError, zlib.error) as error:
+            raise RequestError(f"{source} cannot be read: {error}") from error
+
+    def _items(self, source: str) -> Items:
+        segment, options = self._segment, self._options
+        key, path = options.text_key, Path(source)
+        if source.startswith(REMOTE_PREFIX):
+            return _read_rows(dataset_rows(source, segment.start, segment.end), key)
         if path.name.endswith(JSONL_SUFFIXES):
-            yield from _read_json_lines(path, text_key)
-        elif path.suffix in TABLE_SUFFIXES:
-            yield from _read_rows(_table_rows(path), text_key)
-        else:
-            yield _decode(path.read_bytes(), record=1)
-    except (OSError, EOFError) as error:
-        raise RequestError(f"{source} cannot be read: {error}") from error
+            return _read_json_lines(path, segment, key, options.max_document_bytes)
+        if path.suffix == ".parquet":
+            return _read_rows(parquet_rows(path, segment.start, segment.end, key.partition(".")[0]), key)
+        if path.suffix == ".csv":
+            return _read_rows(csv_rows(path, options.max_document_bytes), key, surrogate_reason=NOT_UTF8)
+        if path.suffix == ".txt" and options.separator is not None:
+            return _read_separated(path, options.separator.encode(), options.max_document_bytes)
+        return _read_whole(path, options.max_document_bytes)
 
 
-def _is_text(file: Path, root: Path) -> bool:
-    """Hidden files and known binary formats are no documents."""
-    if any(part.startswith(".") for part in file.relative_to(root).parts):
-        return False
-    return file.name.endswith(JSONL_SUFFIXES) or file.suffix not in _BINARY_SUFFIXES
-
-
-def _decode(data: bytes, record: int) -> Document | Rejection:
+def _document(text: str, record: int, surrogate_reason: str = SURROGATE) -> Item:
+    """The document, or the rejection of a text that UTF-8 cannot hold."""
     try:
-        return Document(data.decode("utf-8-sig"), record)
+        return Document(text, text.encode(), record)
+    except UnicodeEncodeError as error:
+        num_bytes = len(text.encode(errors="replace"))
+        return Rejection(surrogate_reason, record, num_bytes, f"character {error.start}")
+
+
+def _decode(data: bytes, record: int) -> Item:
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return Rejection(f"not UTF-8 (byte {error.start})", record, len(data))
+        return Rejection(NOT_UTF8, record, len(data), f"byte {error.start}")
+    return _document(text, record)
 
 
-def _read_json_lines(path: Path, text_key: str) -> Iterator[Document | Rejection]:
+def _read_whole(path: Path, limit_bytes: int) -> Items:
+    size = path.stat().st_size
+    yield Rejection(TOO_LONG, 1, size) if size > limit_bytes else _decode(path.read_bytes(), 1)
+    return 1
+
+
+def _read_separated(path: Path, separator: bytes, limit_bytes: int) -> Items:
+    """Documents between lines that are `separator`; none before the first line or after the last one."""
+    number = 0
+    lines: list[bytes] = []
+    num_bytes = 0
+    with path.open("rb") as file:
+        while True:
+            line, line_bytes = _read_line(file, limit_bytes)
+            ends = line_bytes == 0 or (line_bytes <= limit_bytes and line.rstrip(b"\r\n") == separator)
+            if ends and num_bytes:
+                number += 1
+                too_long = num_bytes > limit_bytes
+                yield Rejection(TOO_LONG, number, num_bytes) if too_long else _decode(b"".join(lines), number)
+            if line_bytes == 0:
+                return number
+            lines, num_bytes = ([], 0) if ends else (lines, num_bytes + line_bytes)
+            if not ends and num_bytes <= limit_bytes:
+                lines.append(line)
+
+
+def _read_line(file: IO[bytes], limit_bytes: int) -> tuple[bytes, int]:
+    """The next line and its size; of a line beyond the limit its head alone, and nothing (b"", 0) at the end."""
+    line = file.readline(limit_bytes + 1)
+    num_bytes = len(line)
+    if num_bytes > limit_bytes:
+        while not line.endswith(b"\n") and (line := file.readline(_SKIPPED_AT_ONCE_BYTES)):
+            num_bytes += len(line)
+    return line, num_bytes
+
+
+def _read_json_lines(path: Path, segment: Segment, text_key: str, limit_bytes: int) -> Items:
+    """A line belongs to the segment that its first byte lies in."""
+    number = 0
     with _open_binary(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
+        position = 0
+        if segment.start:
+            file.seek(segment.start - 1)
+            position = segment.start - 1 + _read_line(file, _SKIPPED_AT_ONCE_BYTES)[1]
+        while segment.end is None or position < segment.end:
+            line, num_bytes = _read_line(file, limit_bytes)
+            if num_bytes == 0:
+                break
+            position += num_bytes
+            number += 1
+            if num_bytes > limit_bytes:
+                yield Rejection(TOO_LONG, number, num_bytes)
+            elif not line.isspace():
                 yield _document_of_line(line, number, text_key)
+    return number
 
 
 def _open_binary(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
-        import zstandard
+        # Unlike the zstandard package's reader, Arrow's raises on a file that was cut short.
+        import pyarrow as arrow
 
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb")))
-    return path.open("rb")
+        stream = arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
+        return io.BufferedReader(stream, buffer_size=_SKIPPED_AT_ONCE_BYTES)
+    return path.open("rb", buffering=_SKIPPED_AT_ONCE_BYTES)
 
 
-def _document_of_line(line: bytes, number: int, text_key: str) -> Document | Rejection:
+def _document_of_line(line: bytes, number: int, text_key: str) -> Item:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Rejection(f"not UTF-8 (byte {error.start} of the line)", number, len(line))
-    except ValueError:
-        return Rejection("not JSON", number, len(line))
+        return Rejection(NOT_UTF8, number, len(line), f"byte {error.start} of the line")
+    except (ValueError, RecursionError) as error:
+        return Rejection("not JSON", number, len(line), str(error))
     return _document_of_row(value, number, text_key, len(line))
 
 
-def _document_of_row(value: Any, number: int, text_key: str, num_bytes: int) -> Document | Rejection:
+def _document_of_row(value: Any, number: int, text_key: str, num_bytes: int, surrogate_reason: str = SURROGATE) -> Item:
     for part in text_key.split("."):
-        if not isinstance(value, dict):
-            return Rejection(f"no key {text_key}", number, num_bytes)
-        if part not in value:
+        if not isinstance(value, dict) or part not in value:
             return Rejection(f"no key {text_key}", number, num_bytes)
         value = value[part]
     if not isinstance(value, str):
         return Rejection(f"{text_key} is not text", number, num_bytes)
-    return Document(value, number)
+    return _document(value, number, surrogate_reason)
 
 
-def _read_rows(rows: Iterator[dict[str, Any]], text_key: str) -> Iterator[Document | Rejection]:
-    for number, row in enumerate(rows, start=1):
-        yield _document_of_row(row, number, text_key, num_bytes=0)
-
-
-def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        kind = path.suffix.removeprefix(".")
-        yield from load_dataset(kind, data_files=str(path), split="train", streaming=True)
-    except (DatasetsError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read as {path.suffix}: {error}") from error
-
-
-def _remote_rows(source: str) -> Iterator[dict[str, Any]]:
-    """Rows of `hf://NAME[:CONFIG][@SPLIT]`, or of a local folder that `datasets` wrote, given as `hf://FOLDER`."""
-    from datasets import DatasetDict, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetsError
-
-    name, _, split = source.removeprefix(REMOTE_PREFIX).partition("@")
-    split = split or "train"
-    try:
-        if Path(name).is_dir():
-            loaded = load_from_disk(name)
-            yield from loaded[split] if isinstance(loaded, DatasetDict) else loaded
-        else:
-            name, _, config = name.partition(":")
-            yield from load_dataset(name, config or None, split=split, streaming=True)
-    except (DatasetsError, ValueError, OSError, KeyError) as error:
-        raise RequestError(f"{source} cannot be loaded by `datasets`: {error}") from error
+def _read_rows(rows: Iterator[Row], text_key: str, surrogate_reason: str = SURROGATE) -> Items:
+    number = 0
+    for row in rows:
+        number += 1
+        yield _document_of_row(row, number, text_key, 0, surrogate_reason)
+    return number

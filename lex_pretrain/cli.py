@@ -36,7 +36,10 @@ def _validated(kind: type[Model], **values: Any) -> Model:
     try:
         return kind(**values)
     except ValidationError as error:
-        faults = [f"--{'.'.join(map(str, fault['loc'])).replace('_', '-')}: {fault['msg']}" for fault in error.errors()]
+        faults = []
+        for fault in error.errors():
+            flag = f"--{str(fault['loc'][0]).replace('_', '-')}: " if fault["loc"] else ""
+            faults.append(flag + fault["msg"].removeprefix("Value error, "))
         raise RequestError("\n".join(faults)) from None
 
 
@@ -83,6 +86,33 @@ def prepare(
     max_rejected: Annotated[
         str, typer.Option(help="stop when more of the records are faulty, such as 1% or 0.01")
     ] = "1%",
+    skip_bad_files: Annotated[
+        bool, typer.Option("--skip-bad-files", help="leave out what cannot be read of a file, and go on")
+    ] = False,
+    separator: Annotated[
+        str | None, typer.Option(help="line that separates the documents of a .txt file; a file is one if not given")
+    ] = None,
+    min_document_bytes: Annotated[int, typer.Option(min=0, help="reject shorter documents")] = 0,
+    max_document_bytes: Annotated[int, typer.Option(min=1, help="reject longer documents")] = 256 * 2**20,
+    reject_pattern: Annotated[
+        str | None, typer.Option(help="reject documents in which this regular expression is found")
+    ] = None,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="keep documents of exactly the same text")
+    ] = False,
+    near_duplicate_similarity: Annotated[
+        float | None, typer.Option(help="reject a document as similar as this to an earlier one, such as 0.8")
+    ] = None,
+    decontaminate: Annotated[
+        list[str] | None,
+        typer.Option(help="evaluation files; reject documents that share long runs of words with them"),
+    ] = None,
+    decontaminate_words: Annotated[int, typer.Option(min=1, help="words in a row that count as shared")] = 13,
+    allow_lossy_tokenizer: Annotated[
+        bool, typer.Option("--allow-lossy-tokenizer", help="go on with a tokenizer that does not give texts back")
+    ] = False,
+    tokenizer_sample_bytes: Annotated[int, typer.Option(help="text that the tokenizer is trained on")] = 64 * 2**20,
+    seed: Annotated[int, typer.Option(help="seed of the tokenizer's sample")] = 1,
     unit_bytes: Annotated[int, typer.Option(help="input bytes that become one shard of each split")] = 64 * 2**20,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; all cores if not given")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the manifest's account as JSON on stdout")] = False,
@@ -103,6 +133,18 @@ def prepare(
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
         max_rejected=share,
+        skip_bad_files=skip_bad_files,
+        separator=separator,
+        min_document_bytes=min_document_bytes,
+        max_document_bytes=max_document_bytes,
+        reject_pattern=reject_pattern,
+        keep_duplicates=keep_duplicates,
+        near_duplicate_similarity=near_duplicate_similarity,
+        decontaminate=tuple(decontaminate or ()),
+        decontaminate_words=decontaminate_words,
+        allow_lossy_tokenizer=allow_lossy_tokenizer,
+        tokenizer_sample_bytes=tokenizer_sample_bytes,
+        seed=seed,
         unit_bytes=unit_bytes,
     )
     manifest = prepare(inputs, output, options, workers)

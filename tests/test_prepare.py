@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
-import zstandard
 
 from data_prep.options import PrepareOptions
 from data_prep.prepare import prepare
@@ -128,7 +128,7 @@ def test_json_lines_of_every_packing_and_their_faults(dataset: Path, tmp_path: P
     plain = tmp_path / "plain.jsonl"
     plain.write_bytes(b"\n".join([good[0].encode(), *bad, good[1].encode()]))
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(good[2].encode()))
-    (tmp_path / "packed.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(good[3].encode()))
+    (tmp_path / "packed.jsonl.zst").write_bytes(pyarrow.compress(good[3].encode(), "zstd", asbytes=True))
     output = tmp_path / "out"
     manifest = prepare(
         [str(tmp_path / "*.jsonl*")], output, options(dataset, text_key="meta.text", max_rejected=0.9), 1
@@ -181,8 +181,8 @@ def test_again_is_nothing_to_do_and_a_change_is_named(dataset: Path, tmp_path: P
     output = tmp_path / "out"
     first = prepare([str(source)], output, options(dataset), 1)
     assert prepare([str(source)], output, options(dataset), 1) == first
-    with pytest.raises(RequestError, match="--seed was 1"):
-        prepare([str(source)], output, options(dataset, seed=2), 1)
+    with pytest.raises(RequestError, match="--unit-bytes was 67108864"):
+        prepare([str(source)], output, options(dataset, unit_bytes=2), 1)
     source.write_text("second version")
     with pytest.raises(RequestError, match=r"in\.txt has changed"):
         prepare([str(source)], output, options(dataset), 1)

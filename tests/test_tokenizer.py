@@ -41,7 +41,8 @@ def test_round_trip_of_awkward_texts(tokenizer: Tokenizer, text: str) -> None:
 def test_the_character_that_sentencepiece_writes_for_a_space_comes_back(tokenizer: Tokenizer) -> None:
     text = "\u2581 a\u2581\u2581b \u2581"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode_batch([text, "plain"]) == [tokenizer.encode(text), tokenizer.encode("plain")]
+    arrays = tokenizer.encode_arrays([text, "plain"])
+    assert [ids.tolist() for ids in arrays] == [tokenizer.encode(text), tokenizer.encode("plain")]
 
 
 # Surrogates (Cs) are no characters on their own: UTF-8 cannot hold them.

@@ -1,0 +1,61 @@
+"""`prepare.json`: what a folder was begun from, so that it is only ever finished from the same, and how it went."""
+
+from pathlib import Path
+from typing import Any
+
+from data_prep.options import PrepareOptions
+from data_prep.sources import list_sources, stamp
+from lex_pretrain import __version__
+from lex_pretrain.errors import RequestError
+from lex_pretrain.files import read_json, sha256_of_file, write_json
+
+JOB_FILE = "prepare.json"
+
+
+def describe_job(sources: list[str], options: PrepareOptions) -> dict[str, Any]:
+    """Everything that decides the bytes of the dataset: settings, tokenizer, and the state of every input file."""
+    return {
+        "version": __version__,
+        "options": options.identity(),
+        "tokenizer_sha256": sha256_of_file(options.tokenizer) if options.tokenizer else None,
+        "sources": [stamp(source) for source in sources],
+        "evaluation_files": [stamp(source) for source in list_sources(list(options.decontaminate))],
+    }
+
+
+def check_same_job(output: Path, job: dict[str, Any]) -> None:
+    """Note the job in a new folder; RequestError, naming what differs, in one that was begun from something else."""
+    file = output / JOB_FILE
+    if not file.is_file():
+        others = [path.name for path in output.iterdir() if path.name != ".lock"]
+        if others:
+            raise RequestError(
+                f"{output} holds something else ({', '.join(sorted(others)[:3])}); choose another --output"
+            )
+        write_json(file, {"job": job})
+        return
+    old = read_json(file).get("job")
+    if old is None:
+        raise RequestError(f"{file} is not of a preparation; choose another --output")
+    faults = _differences(old, job)
+    if faults:
+        listed = "\n".join(f"  {fault}" for fault in sorted(faults)[:10])
+        more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise RequestError(f"{output} was begun from something else:\n{listed}{more}\nchoose another --output")
+
+
+def _differences(old: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    before, now = old["options"], job["options"]
+    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    faults = [f"--{key.replace('_', '-')} was {before.get(key, 'not given')}" for key in changed]
+    if old["version"] != job["version"]:
+        faults.append(f"lex-pretrain was {old['version']} and is {job['version']}")
+    if old["tokenizer_sha256"] != job["tokenizer_sha256"]:
+        faults.append("the tokenizer file has changed" if job["tokenizer_sha256"] else "--tokenizer was given")
+    for kind in ("sources", "evaluation_files"):
+        states = [{state["path"]: state for state in value[kind]} for value in (old, job)]
+        faults += [f"{path} is new" for path in states[1].keys() - states[0].keys()]
+        faults += [f"{path} is no longer among the inputs" for path in states[0].keys() - states[1].keys()]
+        both = states[0].keys() & states[1].keys()
+        faults += [f"{path} has changed" for path in both if states[0][path] != states[1][path]]
+    return faults
