@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import tempfile
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
@@ -15,7 +16,9 @@ def run() -> int:
     # Its own report of a failure would repeat, in 30 lines, what the failed process has said.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        main()
+        # Else it leaves a folder of empty logs behind in the system's temporary folder at every start.
+        with tempfile.TemporaryDirectory(prefix="lex-pretrain-") as folder:
+            main(["--log-dir", folder, *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         configure_logging(debug=False)
