@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.compare import compare_with_sources
 from lex_pretrain.data.manifest import Manifest, ShardRecord
 from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, tokens_file
 from lex_pretrain.files import sha256_of_file
@@ -11,8 +12,11 @@ from lex_pretrain.progress import progress
 from lex_pretrain.tokenizer import Tokenizer
 
 
-def verify(folder: Path) -> list[str]:
-    """Every fault found, each naming its file; none where the dataset is as its manifest says."""
+def verify(folder: Path, full: bool) -> list[str]:
+    """Every fault found, each naming its file; none where the dataset is as its manifest says.
+
+    `full` also decodes documents and compares them with their sources.
+    """
     manifest = Manifest.load(folder)
     faults = []
     account = manifest.account
@@ -22,12 +26,16 @@ def verify(folder: Path) -> list[str]:
         faults.append("manifest.json: documents packed are not those of the shards")
     if account.num_tokens != sum(shard.num_tokens for shard in manifest.shards):
         faults.append("manifest.json: tokens packed are not those of the shards")
+    if account.packed.bytes != sum(shard.num_source_bytes for shard in manifest.shards):
+        faults.append("manifest.json: bytes packed are not those of the shards")
     if Tokenizer(folder / TOKENIZER_FILE).fingerprint != manifest.tokenizer.fingerprint:
         faults.append(f"{TOKENIZER_FILE}: not the tokenizer that the shards were made with")
     with progress("verifying", max(account.num_tokens, 1), "tokens") as reporter:
         for shard in manifest.shards:
             faults += [f"{shard.stem}: {fault}" for fault in _verify_shard(folder, shard, manifest)]
             reporter.advance(shard.num_tokens)
+    if full and not faults:
+        faults += compare_with_sources(folder, manifest)
     return faults
 
 
@@ -51,7 +59,7 @@ def _verify_shard(folder: Path, shard: ShardRecord, manifest: Manifest) -> list[
     if len(tokens) and int(tokens.max()) >= manifest.tokenizer.vocab_size:
         faults.append(f"id {int(tokens.max())} is outside the vocabulary of {manifest.tokenizer.vocab_size}")
     ends = np.append(starts[1:], shard.num_tokens)
-    if starts[0] != 0 or (ends <= starts).any():
+    if not len(starts) or starts[0] != 0 or (ends <= starts).any():
         faults.append("documents do not follow each other from the start of the shard")
     elif (tokens[ends - 1] != manifest.tokenizer.eod_id).any():
         faults.append("a document does not end with the end-of-document id")

@@ -155,11 +155,14 @@ def prepare(
 @app.command()
 def verify_data(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="dataset folder made by `lex-pretrain prepare`")],
+    full: Annotated[
+        bool, typer.Option("--full", help="also decode documents and compare them with their sources")
+    ] = False,
 ) -> None:
     """Prove a dataset: checksums, counts, the account, id ranges, document ends."""
     from data_prep.verify import verify
 
-    faults = verify(folder)
+    faults = verify(folder, full)
     if faults:
         raise JobError("\n".join(faults))
     logger.info("%s is as its manifest says", folder)
