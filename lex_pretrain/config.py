@@ -173,6 +173,15 @@ class TrainSection(Section):
         ge=0,
         description="k = every k-th layer recomputes its activations in the backward pass to save memory; 0 = none",
     )
+    compile_layers: bool = Field(
+        default=False, description="fuse each layer's operations with torch.compile; the first step takes minutes"
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="weight of the squared log normaliser, part of the loss that training reports"
+    )
+    separate_documents: bool = Field(
+        default=False, description="tokens see no other document of their window; for modes causal and blockwise"
+    )
     validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
 

@@ -54,9 +54,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTE: Tensor, attention: Attention, cache: LayerCache | None) -> Tensor:
         q_BTHD, k_BTHD, v_BTHD = self.project(x_BTE)
-        mixed = attention(q_BTHD, k_BTHD, v_BTHD, cache, self.dropout if self.training else 0.0)
+        mixed = _mix(attention, q_BTHD, k_BTHD, v_BTHD, cache, self.dropout if self.training else 0.0)
         out: Tensor = self.output(self.inner_norm(mixed.flatten(2)))
         return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mix(
+    attention: Attention, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, cache: LayerCache | None, dropout: float
+) -> Tensor:
+    """The attention, outside of compiled graphs: its kernels are fused already, its rotation is of complex numbers,
+    which the compiler does not fuse, and every length would be compiled anew."""
+    return attention(q_BTHD, k_BTHD, v_BTHD, cache, dropout)
 
 
 class FeedForward(nn.Module):
@@ -129,6 +138,11 @@ class Decoder(nn.Module):
             self.output.weight = self.embedding.weight
         if initialize_weights:
             initialize(self, config)
+
+    def compile_layers(self) -> None:
+        """Fuse what lies around the attention of each layer with torch.compile, at the first pass."""
+        for layer in self.layers:
+            layer.compile()
 
     def make_cache(self, padding: Sequence[int] = ()) -> Cache:
         """An empty context for decoding or streaming.

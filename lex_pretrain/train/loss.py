@@ -11,22 +11,39 @@ _BLOCK_ELEMENTS = 131_072
 
 
 class NextTokenLoss(nn.Module):
-    """Mean negative log likelihood, in nats a token, of the next tokens under a decoder."""
+    """Mean negative log likelihood, in nats a token, of the next tokens under a decoder.
 
-    def __init__(self, decoder: Decoder) -> None:
+    While training, `z_loss` times the mean square of log(sum(exp(logits))) is added: it keeps logits from drifting
+    where softmax cannot tell (PaLM, arXiv 2204.02311). With `separate_documents_at`, the id that ends a document, no
+    token sees another document of its window.
+    """
+
+    def __init__(self, decoder: Decoder, z_loss: float = 0.0, separate_documents_at: int | None = None) -> None:
         super().__init__()
         self.decoder = decoder
+        self.z_loss = z_loss
+        self.separate_documents_at = separate_documents_at
 
     def forward(self, tokens_BT: Tensor, next_tokens_BT: Tensor, attention: AttentionMode = "causal") -> Tensor:
         """A float32 scalar. Logits keep the model's dtype: DeepSpeed's loss makes no float32 copy of them."""
         from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 
-        logits_BTV: Tensor = self.decoder(tokens_BT, attention)
-        loss: Tensor = chunked_cross_entropy(
-            logits_BTV.flatten(0, 1),
-            next_tokens_BT.flatten(),
-            block_rows=max(1, _BLOCK_ELEMENTS // logits_BTV.shape[-1]),
+        documents_BT = None
+        if self.separate_documents_at is not None:
+            # The id that ends a document predicts the first token of the next, so it belongs to that one.
+            documents_BT = (tokens_BT == self.separate_documents_at).cumsum(dim=1)
+        logits_NV = self.decoder(tokens_BT, attention, None, documents_BT).flatten(0, 1)
+        targets_N = next_tokens_BT.flatten()
+        losses_N: Tensor = chunked_cross_entropy(
+            logits_NV,
+            targets_N,
+            reduction="none",
+            block_rows=max(1, _BLOCK_ELEMENTS // logits_NV.shape[-1]),
         )
+        loss = losses_N.mean()
+        if self.z_loss and self.training:
+            log_sums_N = losses_N + logits_NV.gather(1, targets_N[:, None]).squeeze(1).float()
+            loss = loss + self.z_loss * log_sums_N.square().mean()
         return loss
 
 

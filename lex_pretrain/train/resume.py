@@ -19,6 +19,7 @@ HARMLESS_KEYS = (
     "train.num_steps",
     "train.micro_batch_size",
     "train.activation_checkpointing",
+    "train.compile_layers",
     "zero.",
     "train.validate_every_steps",
     "train.validation_num_sequences",

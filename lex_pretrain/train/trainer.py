@@ -55,7 +55,8 @@ class Trainer:
         self.ranks = ranks
         self.device = device_of_rank(ranks.local_rank)
         self.loader = loader
-        self.decoder, self.engine = make_engine(config, ranks, load_universal)
+        eod_id = loader.datasets[0].manifest.tokenizer.eod_id
+        self.decoder, self.engine = make_engine(config, ranks, load_universal, eod_id)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
         self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
 
@@ -109,7 +110,7 @@ def resolve_vocab_size(config: Config, data_vocab_size: int) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def make_engine(config: Config, ranks: Ranks, load_universal: bool) -> tuple[Decoder, Any]:
+def make_engine(config: Config, ranks: Ranks, load_universal: bool, eod_id: int) -> tuple[Decoder, Any]:
     """The decoder and the DeepSpeed engine around it, with the same initial weights on every rank."""
     import deepspeed
 
@@ -123,7 +124,9 @@ def make_engine(config: Config, ranks: Ranks, load_universal: bool) -> tuple[Dec
         config.model,
         lambda whole: deepspeed.zero.GatheredParameters(whole, modifier_rank=0, enabled=partitioned),
     )
-    module = NextTokenLoss(decoder)
+    if config.train.compile_layers:
+        decoder.compile_layers()
+    module = NextTokenLoss(decoder, config.train.z_loss, eod_id if config.train.separate_documents else None)
     groups = parameter_groups(module, config.optimizer.weight_decay)
     optimizer_class: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True}
