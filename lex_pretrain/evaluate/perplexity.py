@@ -45,20 +45,31 @@ def score_document(
 
 
 def token_losses(decoder: Decoder, inputs_BT: Tensor, targets_BT: Tensor, attention: AttentionMode) -> Tensor:
-    """Loss [B, T] in float32 of each target after the inputs up to its place; 0 where the target is padding."""
+    """Loss [B, T] in float32 of each target after the inputs up to its place; 0 where the target is padding.
+
+    All modes but causal stream: a document of any length needs no more memory than one of `BATCH_TOKENS`.
+    """
+    chunk_tokens = max(1, BATCH_TOKENS // len(inputs_BT))
     with torch.inference_mode():
-        hidden = decoder.hidden_states(inputs_BT, attention).flatten(0, 1)
-        targets = targets_BT.flatten()
-        parts = [
-            torch.nn.functional.cross_entropy(
-                decoder.logits(hidden[first : first + _LOGIT_POSITIONS]).float(),
-                targets[first : first + _LOGIT_POSITIONS],
-                ignore_index=_PADDING,
-                reduction="none",
-            )
-            for first in range(0, len(targets), _LOGIT_POSITIONS)
-        ]
-        return torch.cat(parts).view_as(targets_BT)
+        if attention == "causal":
+            return _losses(decoder, decoder.hidden_states(inputs_BT, attention), targets_BT)
+        hidden_states = decoder.stream_hidden_states(inputs_BT, attention, chunk_tokens)
+        chunks = zip(hidden_states, targets_BT.split(chunk_tokens, dim=1), strict=True)
+        return torch.cat([_losses(decoder, hidden, targets) for hidden, targets in chunks], dim=1)
+
+
+def _losses(decoder: Decoder, hidden_BTE: Tensor, targets_BT: Tensor) -> Tensor:
+    hidden, targets = hidden_BTE.flatten(0, 1), targets_BT.flatten()
+    parts = [
+        torch.nn.functional.cross_entropy(
+            decoder.logits(hidden[first : first + _LOGIT_POSITIONS]).float(),
+            targets[first : first + _LOGIT_POSITIONS],
+            ignore_index=_PADDING,
+            reduction="none",
+        )
+        for first in range(0, len(targets), _LOGIT_POSITIONS)
+    ]
+    return torch.cat(parts).view_as(targets_BT)
 
 
 def _pieces(document: NDArray[np.int64], starts: Sequence[int], length: int, eod_id: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H heads, D head size, E hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -186,6 +186,15 @@ class Decoder(nn.Module):
                 x_BTE = layer(x_BTE, mode, None if cache is None else cache.layers[index])
         out: Tensor = self.norm(x_BTE)
         return out
+
+    def stream_hidden_states(self, tokens_BT: Tensor, attention: AttentionMode, chunk_tokens: int) -> Iterator[Tensor]:
+        """The hidden states of one pass over `tokens_BT`, `chunk_tokens` positions [B, chunk, E] at a time.
+
+        Memory does not depend on the number of tokens, except in mode causal, whose context is all of them.
+        """
+        cache = self.make_cache()
+        for chunk in tokens_BT.split(chunk_tokens, dim=1):
+            yield self.hidden_states(chunk, attention, cache)
 
     def _check_tokens(self, tokens_BT: Tensor) -> None:
         """On the host only: asking a GPU would wait for it, and ids come from the host."""
