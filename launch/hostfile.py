@@ -1,10 +1,12 @@
-"""Hostfiles in DeepSpeed's format: a line `HOST slots=N` for each host; `#` begins a comment."""
+"""Which hosts take part: hostfiles in DeepSpeed's format, a line `HOST slots=N` for each host; `#` begins a comment."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from lex_pretrain.errors import RequestError
 
+# A host never begins with `-`, which ssh would read as an option.
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._:-]*)\s+slots\s*=\s*(?P<slots>\d+)")
 
 
@@ -36,3 +38,24 @@ def read_hostfile(file: Path) -> dict[str, int]:
     if faults:
         raise RequestError("\n".join(faults))
     return slots
+
+
+def select_hosts(slots: Mapping[str, int], include: str | None, exclude: str | None) -> dict[str, int]:
+    """The hosts named in `include` (all if None) without those in `exclude`; both are separated by commas.
+
+    Raises RequestError for a name that is not among the hosts, and when no host is left.
+    """
+    included, excluded = (
+        [name.strip() for name in text.split(",")] if text is not None else None for text in (include, exclude)
+    )
+    for flag, names in (("--include", included), ("--exclude", excluded)):
+        if unknown := [name for name in names or [] if name not in slots]:
+            raise RequestError(f"{flag} {', '.join(unknown)}: not among the hosts {', '.join(slots)}")
+    chosen = {
+        host: count
+        for host, count in slots.items()
+        if (included is None or host in included) and host not in (excluded or [])
+    }
+    if not chosen:
+        raise RequestError("--include and --exclude leave no host")
+    return chosen

@@ -1,114 +1,198 @@
-"""Start a launcher's command, pass signals to the training processes, and end with their exit code."""
+"""`lex-pretrain launch`: which launcher runs what, where."""
 
 import os
-import shlex
+import random
 import shutil
-import signal
 import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
-import psutil
 import typer
 
-from launch.commands import Command, Launcher, deepspeed_command, forwarded_variables, local_command
-from launch.hostfile import read_hostfile
+from launch.attempt import Attempt, Outcome
+from launch.commands import (
+    Command,
+    Launcher,
+    Rendezvous,
+    deepspeed_command,
+    forwarded_variables,
+    local_command,
+    local_deepspeed_command,
+    mpich_command,
+    openmpi_command,
+    slurm_command,
+    threads_variable,
+    torchrun_commands,
+)
+from launch.host_links import HostLinks
+from launch.hostfile import read_hostfile, select_hosts
+from launch.rank import JOB_VARIABLE, RankTask, Show
+from launch.supervise import Patience, supervise
+from lex_pretrain.config import Config
 from lex_pretrain.errors import RequestError
-from lex_pretrain.progress import logger
+from lex_pretrain.files import write_text
 
-_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PORTS = range(20_000, 30_000)
+# What each launcher needs on this host, and where it comes from.
+PROGRAMS: Mapping[Launcher, tuple[str, str]] = {
+    "deepspeed": ("pdsh", "install pdsh, for example with apt-get install pdsh"),
+    "torchrun": ("ssh", "install openssh-client"),
+    "mpich": ("mpiexec", "pip install mpich"),
+    "openmpi": ("mpirun", "install Open MPI, for example with apt-get install openmpi-bin"),
+    "slurm": ("srun", "run this inside a Slurm allocation; launch/slurm.sbatch shows how"),
+}
 
 
-def launch(launcher: Launcher, subcommand: list[str], hostfile: Path | None, num_processes: int, dry_run: bool) -> int:
-    """Run `lex-pretrain SUBCOMMAND ...` under `launcher`; returns the job's exit code.
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line of `launch` says; `num_processes` are those of one host."""
 
-    Raises RequestError when the launcher cannot be used as asked.
+    launcher: Launcher = "local"
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_processes: int = 1
+    forward: tuple[str, ...] = ()
+    show: Show = "first"
+    log_folder: Path = Path("launch-logs")
+    host_timeout_seconds: float = 60.0
+    patience: Patience = field(default_factory=Patience)
+    dry_run: bool = False
+
+
+def launch(options: LaunchOptions, subcommand: list[str], config: Config | None) -> int:
+    """Run `lex-pretrain SUBCOMMAND ...` as the options say; returns the job's exit code.
+
+    `config` is that of the training, None for other commands. Raises RequestError when the launcher cannot be used as
+    asked, JobError when the job cannot be started or goes on failing.
     """
-    num_cores = len(os.sched_getaffinity(0))
-    if launcher == "local":
-        if hostfile is not None:
-            raise RequestError(
-                "--launcher local starts processes on this host only; use --launcher deepspeed for --hostfile"
-            )
-        command = local_command(subcommand, num_processes, num_cores, os.environ)
-    else:
-        if hostfile is not None:
-            slots = read_hostfile(hostfile)
-            num_processes = max(slots.values())
-            if shutil.which("pdsh") is None and not dry_run:
-                raise RequestError("the deepspeed launcher reaches other hosts with pdsh, which is not installed here")
-        command = deepspeed_command(subcommand, hostfile, num_processes, num_cores, os.environ)
-    if dry_run:
-        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.environment.items())
-        typer.echo(f"{settings} {shlex.join(command.arguments)}".strip())
+    slots = _hosts(options)
+    _check_installed(options, slots)
+    launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{random.SystemRandom().randrange(16**4):04x}"
+
+    def run_attempt(number: int, hosts: dict[str, int] | None) -> Outcome:
+        job = _Job(options, subcommand, hosts, f"{launch_id}.{number}")
+        if hosts is None:
+            return Attempt(job.commands(), links=None).run()
+        job.write_files()
+        links = HostLinks(hosts, launch_id, job.log_folder, options.host_timeout_seconds)
+        return Attempt(job.commands(), links).run()
+
+    if options.dry_run:
+        _show(_Job(options, subcommand, slots, f"{launch_id}.0"))
         return 0
-    return _run(command)
+    return supervise(run_attempt, slots, options.patience, config)
 
 
-def _run(command: Command) -> int:
-    environment = {**os.environ, **command.environment}
-    with tempfile.NamedTemporaryFile("w", suffix=".env") as forwarded:
-        for name, value in forwarded_variables(environment).items():
-            forwarded.write(f"{name}={shlex.quote(value)}\n")
-        forwarded.flush()
-        # A session of its own: Ctrl-C on the terminal reaches this process alone, which passes it on.
-        process = subprocess.Popen(
-            command.arguments, env={**environment, "DS_ENV_FILE": forwarded.name}, start_new_session=True
+class _Job:
+    """One attempt's commands and the files they read."""
+
+    def __init__(self, options: LaunchOptions, subcommand: list[str], slots: dict[str, int] | None, name: str) -> None:
+        self.options = options
+        self.subcommand = subcommand
+        self.slots = slots
+        self.name = name
+        self.log_folder = options.log_folder / name
+        self.num_processes = max(slots.values()) if slots else options.num_processes
+        num_cores = len(os.sched_getaffinity(0))
+        self.environment = {
+            **forwarded_variables(os.environ, options.forward),
+            **threads_variable(self.num_processes, num_cores, os.environ),
+        }
+        self.meeting = Rendezvous(next(iter(slots)), random.choice(PORTS)) if slots else None
+
+    def task(self, *more: Mapping[str, str]) -> RankTask:
+        environment = dict(self.environment)
+        for variables in more:
+            environment.update(variables)
+        return RankTask(
+            self.name, str(Path.cwd()), str(self.log_folder), self.options.show, environment, self.subcommand
         )
-        with _signals_passed_to(process):
-            code = process.wait()
-    _end_orphans(process.pid)
-    return code if code >= 0 else 128 - code
+
+    def write_files(self) -> None:
+        """The hostfile and the variables that DeepSpeed's launcher reads."""
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.hostfile, "".join(f"{host} slots={count}\n" for host, count in (self.slots or {}).items()))
+        write_text(self.environment_file, f"{JOB_VARIABLE}={self.name}\n")
+
+    @property
+    def hostfile(self) -> Path:
+        return self.log_folder.absolute() / "hostfile"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.log_folder.absolute() / "environment"
+
+    def commands(self) -> list[Command]:
+        launcher, slots, meeting = self.options.launcher, self.slots, self.meeting
+        if launcher == "slurm":
+            return [self._slurm_command()]
+        if slots is None or meeting is None:
+            make = local_command if launcher == "local" else local_deepspeed_command
+            command = make(self.subcommand, self.num_processes)
+            return [Command(command.arguments, self.environment)]
+        if launcher == "deepspeed":
+            return [deepspeed_command(self.task(), self.hostfile, self.environment_file, meeting)]
+        if launcher == "torchrun":
+            return torchrun_commands(self.task(), slots, meeting)
+        task = self.task(meeting.variables())
+        if launcher == "mpich":
+            return [mpich_command(task, slots, os.environ)]
+        return [openmpi_command(task, slots)]
+
+    def _slurm_command(self) -> Command:
+        from lex_pretrain.ranks import slurm_master
+
+        address, port = slurm_master(os.environ)
+        task = self.task(Rendezvous(address, int(port)).variables())
+        return slurm_command(task, self.num_processes)
 
 
-@contextmanager
-def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Hand stop signals to the training processes, past the launcher, which would kill them before they have saved.
-
-    A second Ctrl-C ends everything at once.
-    """
-    interrupted = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if number == signal.SIGINT and interrupted:
-            logger.warning("interrupted twice: ending at once, without saving")
-            os.killpg(process.pid, signal.SIGKILL)
-            return
-        interrupted = interrupted or number == signal.SIGINT
-        trainers = _training_processes(process.pid)
-        logger.info("%s: telling %d processes to save and stop", signal.Signals(number).name, len(trainers))
-        for trainer in trainers:
-            trainer.send_signal(number)
-
-    before = {number: signal.signal(number, handle) for number in _FORWARDED_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _hosts(options: LaunchOptions) -> dict[str, int] | None:
+    """The hosts of the job with the processes on each; None where the launcher needs no list."""
+    launcher = options.launcher
+    if launcher in ("local", "slurm"):
+        if options.hostfile is not None:
+            where = "on this host only" if launcher == "local" else "on the hosts of the allocation"
+            raise RequestError(
+                f"--launcher {launcher} starts processes {where}; for --hostfile use --launcher deepspeed, torchrun, "
+                "mpich or openmpi"
+            )
+        if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
+            raise RequestError("--launcher slurm works inside an allocation: salloc, or sbatch launch/slurm.sbatch")
+        return None
+    if options.hostfile is None:
+        if launcher == "deepspeed":
+            return None
+        raise RequestError(f"--launcher {launcher} needs --hostfile; hostfile.example shows the format")
+    return select_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
 
 
-def _training_processes(launcher_pid: int) -> list[psutil.Process]:
-    """The processes below the launcher that run this program itself."""
-    found = []
-    for process in psutil.Process(launcher_pid).children(recursive=True):
-        try:
-            arguments = process.cmdline()
-        except psutil.Error:
-            continue
-        is_launcher = any("launcher" in argument or argument == "launch.torchrun" for argument in arguments[:4])
-        if "lex_pretrain" in arguments and not is_launcher:
-            found.append(process)
-    return found
-
-
-def _end_orphans(group: int) -> None:
-    """Processes of the job's group that outlived their launcher are ended, so that none holds a GPU or a port."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
+def _check_installed(options: LaunchOptions, slots: dict[str, int] | None) -> None:
+    if options.dry_run or (slots is None and options.launcher != "slurm"):
         return
+    # mpiexec comes with the mpich package, beside the interpreter.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    program, way_out = PROGRAMS[options.launcher]
+    if shutil.which(program) is None:
+        raise RequestError(f"--launcher {options.launcher} needs {program}, which is not installed here: {way_out}")
+    if options.launcher in ("mpich", "openmpi"):
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        if ("Open MPI" in version) != (options.launcher == "openmpi"):
+            raise RequestError(
+                f"--launcher {options.launcher}: {shutil.which(program)} belongs to another MPI; {way_out}"
+            )
+
+
+def _show(job: _Job) -> None:
+    """Print what would run, here and on every process of every host."""
+    for command in job.commands():
+        typer.echo(str(command))
+    if job.slots is not None or job.options.launcher == "slurm":
+        hosts = job.slots or {"each host of the allocation": job.num_processes}
+        command = Command((sys.executable, "-m", "lex_pretrain", *job.subcommand), job.environment)
+        for host, count in hosts.items():
+            typer.echo(f"# {count} on {host}: {command}")

@@ -10,8 +10,10 @@ from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
+from typer.main import get_command
 
 from lex_pretrain import __version__
+from lex_pretrain.config import Config
 from lex_pretrain.errors import JobError, LexError, RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, console, logger
 
@@ -272,30 +274,68 @@ def generate(
 def launch(
     context: typer.Context,
     launcher: Annotated[
-        str, typer.Option(help="local (torchrun on this host) or deepspeed (pdsh to all hosts)")
+        str, typer.Option(help="local (torchrun on this host), deepspeed, torchrun, mpich, openmpi or slurm")
     ] = "local",
     hostfile: Annotated[Path | None, typer.Option(help="hosts and their processes; see hostfile.example")] = None,
+    include: Annotated[str | None, typer.Option(metavar="HOST,...", help="use only these hosts")] = None,
+    exclude: Annotated[str | None, typer.Option(metavar="HOST,...", help="leave these hosts out")] = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="processes on this host; one for each GPU, or two on a CPU")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command and start nothing")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="how often a job that fails is started again")] = 0,
+    min_hosts: Annotated[
+        int | None, typer.Option(min=1, help="go on with no fewer hosts when some are lost; all if not given")
+    ] = None,
+    host_timeout: Annotated[float, typer.Option(min=5, help="seconds after which a silent host is lost")] = 60.0,
+    forward: Annotated[list[str] | None, typer.Option(metavar="NAME", help="variable that all hosts get too")] = None,
+    show: Annotated[str, typer.Option(help="whose output is shown when there are many hosts: first or all")] = "first",
+    log_folder: Annotated[Path, typer.Option(help="folder on each host for its ranks' logs")] = Path("launch-logs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands and start nothing")] = False,
 ) -> None:
     """Start `-- SUBCOMMAND ARGS...` on every process, through an existing launcher."""
     from launch.commands import Launcher
-    from launch.run import launch
+    from launch.rank import Show
+    from launch.run import LaunchOptions, launch
+    from launch.supervise import Patience
 
-    if launcher not in get_args(Launcher):
-        raise RequestError(f"--launcher {launcher} is unknown; known: {', '.join(get_args(Launcher))}")
+    for flag, value, known in (("--launcher", launcher, get_args(Launcher)), ("--show", show, get_args(Show))):
+        if value not in known:
+            raise RequestError(f"{flag} {value} is unknown; known: {', '.join(known)}")
     subcommand = context.args
     if not subcommand or subcommand[0].startswith("-"):
         raise RequestError("give the command to start after `--`, such as: launch -- train --config FILE")
-    if num_processes is None:
+    config = _config_of(subcommand)
+    if num_processes is None and hostfile is None:
         from lex_pretrain.hardware import choose_num_processes
 
         num_processes, reason = choose_num_processes()
-        if hostfile is None:
-            logger.info("%d processes: %s", num_processes, reason)
-    raise typer.Exit(launch(cast(Any, launcher), subcommand, hostfile, num_processes, dry_run))
+        logger.info("%d processes: %s", num_processes, reason)
+    options = LaunchOptions(
+        launcher=cast(Any, launcher),
+        hostfile=hostfile,
+        include=include,
+        exclude=exclude,
+        num_processes=num_processes or 1,
+        forward=tuple(forward or ()),
+        show=cast(Any, show),
+        log_folder=log_folder,
+        host_timeout_seconds=host_timeout,
+        patience=Patience(max_restarts, min_hosts),
+        dry_run=dry_run,
+    )
+    raise typer.Exit(launch(options, subcommand, config))
+
+
+def _config_of(subcommand: list[str]) -> Config | None:
+    """The config of a `train` to launch, None for other commands. What is wrong with either shows before the start."""
+    from lex_pretrain.config_io import load_config
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    name, *arguments = subcommand
+    if name not in commands or name == "launch":
+        raise RequestError(f"launch cannot start {name!r}; known: {', '.join(set(commands) - {'launch'})}")
+    values = commands[name].make_context(name, list(arguments)).params
+    return load_config(values["config"], values["overrides"] or []) if name == "train" else None
 
 
 def main() -> None:

@@ -1,19 +1,22 @@
-"""Who this process is in a job, found alike under torchrun, deepspeed, mpiexec, srun or no launcher."""
+"""Who this process is in a job, found alike under torchrun, deepspeed, mpiexec, srun or no launcher.
+
+Finding ranks needs no torch: the launching side and its wrappers do it too, and start at once.
+"""
 
 import os
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed
-
 from lex_pretrain.errors import RequestError
-from lex_pretrain.hardware import device_of_rank
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+_FIRST_SLURM_PORT = 20_000
+_NUM_SLURM_PORTS = 10_000
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Launchers that do not set torch's names: variables of the rank, of the number of ranks, of the rank on its host, and
@@ -53,6 +56,10 @@ def join_process_group() -> Ranks:
 
     Leaves torch's variables (RANK, WORLD_SIZE, ...) set whatever the launcher was.
     """
+    import torch.distributed
+
+    from lex_pretrain.hardware import device_of_rank
+
     ranks = find_ranks(os.environ)
     if torch.distributed.is_initialized():
         return ranks
@@ -73,6 +80,8 @@ def join_process_group() -> Ranks:
 
 def leave_process_group() -> None:
     """End the process group at the end of a job, where there is one."""
+    import torch.distributed
+
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -81,6 +90,8 @@ def gather_lists(mine: list[Any], ranks: Ranks) -> list[Any]:
     """The items of all ranks on every rank, in the order of the ranks."""
     if ranks.world_size == 1:
         return mine
+    import torch.distributed
+
     parts: list[list[Any]] = [[] for _ in range(ranks.world_size)]
     torch.distributed.all_gather_object(parts, mine)
     return [item for part in parts for item in part]
@@ -90,6 +101,8 @@ def _agree_on_master(ranks: Ranks) -> tuple[str, str]:
     """Address and free port of rank 0, which mpi4py tells all others where no launcher did."""
     if ranks.world_size == 1:
         return "127.0.0.1", str(_free_port())
+    if "SLURM_PROCID" in os.environ:
+        return slurm_master(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -105,6 +118,24 @@ def _agree_on_master(ranks: Ranks) -> tuple[str, str]:
     mine = (socket.gethostbyname(socket.gethostname()), str(_free_port())) if ranks.rank == 0 else None
     address, port = MPI.COMM_WORLD.bcast(mine, root=0)
     return str(address), str(port)
+
+
+def slurm_master(environment: Mapping[str, str]) -> tuple[str, str]:
+    """First host of a Slurm step or allocation, and a port that all of its processes derive alike.
+
+    Raises RequestError where Slurm's own `scontrol` cannot be run.
+    """
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    try:
+        names = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RequestError(
+            f"scontrol cannot list the hosts {hosts}: {error}. Set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    # Slurm numbers steps from 0, and batch scripts by names that are no numbers.
+    step = environment.get("SLURM_STEP_ID", "0")
+    number = int(environment["SLURM_JOB_ID"]) * 16 + (int(step) if step.isdigit() else 0)
+    return names.stdout.split()[0], str(_FIRST_SLURM_PORT + number % _NUM_SLURM_PORTS)
 
 
 def _free_port() -> int:

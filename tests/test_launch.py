@@ -1,12 +1,36 @@
 """Launching: hostfiles, the commands of existing launchers, ranks from their environments."""
 
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launch.commands import deepspeed_command, forwarded_variables, local_command
-from launch.hostfile import read_hostfile
-from lex_pretrain.errors import RequestError
+from launch.attempt import Outcome
+from launch.commands import (
+    Command,
+    Rendezvous,
+    deepspeed_command,
+    forwarded_variables,
+    local_command,
+    local_deepspeed_command,
+    mpich_command,
+    openmpi_command,
+    slurm_command,
+    threads_variable,
+    torchrun_commands,
+)
+from launch.hostfile import read_hostfile, select_hosts
+from launch.rank import RankTask
+from launch.supervise import Patience, largest_that_fits, supervise
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
+from lex_pretrain.errors import JobError, RequestError
+from lex_pretrain.monitor.metrics import read_records, read_steps
 from lex_pretrain.ranks import Ranks, find_ranks
 from tests.conftest import Program
 
@@ -41,21 +65,68 @@ def test_missing_and_empty_hostfiles_are_errors(tmp_path: Path, text: str | None
         read_hostfile(file)
 
 
+def test_hosts_are_chosen_by_name() -> None:
+    slots = {"a": 1, "b": 2, "c": 3}
+    assert select_hosts(slots, None, None) == slots
+    assert select_hosts(slots, "c, a", None) == {"a": 1, "c": 3}
+    assert select_hosts(slots, None, "b") == {"a": 1, "c": 3}
+    for include, exclude, words in (("a,z", None, "--include z"), (None, "y", "--exclude y"), ("a", "a", "no host")):
+        with pytest.raises(RequestError, match=words):
+            select_hosts(slots, include, exclude)
+
+
 def test_arguments_reach_the_processes_unchanged() -> None:
-    subcommand = ["train", "--config", "a folder/run.yaml", "run.output_dir='it''s here'"]
-    for command in (
-        local_command(subcommand, 4, 8, {}),
-        deepspeed_command(subcommand, Path("hosts"), 4, 8, {}),
-        deepspeed_command(subcommand, None, 4, 8, {}),
-    ):
+    subcommand = ["train", "--config", "a folder/run.yaml", "run.output_dir='it''s here' 5%h $HOME\n\"x\""]
+    for command in (local_command(subcommand, 4), local_deepspeed_command(subcommand, 4)):
         assert list(command.arguments[-len(subcommand) :]) == subcommand
-        assert command.environment == {"OMP_NUM_THREADS": "2"}
-    assert local_command(subcommand, 4, 8, {"OMP_NUM_THREADS": "3"}).environment == {}
+    task = RankTask("job", "/a folder", "logs", "first", {"A": "b c"}, subcommand)
+    meeting, slots = Rendezvous("a", 1), {"a": 1, "b": 2}
+    commands = [
+        deepspeed_command(task, Path("hosts"), Path("environment"), meeting),
+        *torchrun_commands(task, slots, meeting),
+        mpich_command(task, slots, {}),
+        openmpi_command(task, slots),
+        slurm_command(task, 2),
+    ]
+    for command in commands:
+        encoded = shlex.split(command.arguments[-1])[-1]
+        assert encoded.replace("-", "").replace("_", "").rstrip("=").isalnum()
+        assert RankTask.decode(encoded) == task
+
+
+def test_multi_host_commands() -> None:
+    """The exact words that each launcher documents for this job."""
+    task = RankTask("job.0", "/here", "logs", "first", {}, ["train"])
+    slots, encoded = {"a": 1, "b": 2}, task.encode()
+    mpich = mpich_command(task, slots, {"GLOO_SOCKET_IFNAME": "eth1"}).arguments
+    assert mpich[:9] == ("mpiexec", "-launcher", "ssh", "-hosts", "a:1,b:2", "-n", "3", "-iface", "eth1")
+    assert openmpi_command(task, slots) == Command(
+        (
+            *("mpirun", "--host", "a:1,b:2", "-np", "3", "-x", "LEX_JOB", "-x", "PYTHONPATH"),
+            *(sys.executable, "-m", "launch.rank", encoded),
+        ),
+        {"LEX_JOB": "job.0"},
+    )
+    first, second = torchrun_commands(task, slots, Rendezvous("a", 29000))
+    assert "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr a --master-port 29000" in first.arguments[-1]
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr a --master-port 29000" in second.arguments[-1]
+    assert first.arguments[-2] == "a"
+    assert second.arguments[-2] == "b"
+
+
+def test_threads_are_the_cores_of_each_process() -> None:
+    assert threads_variable(4, 8, {}) == {"OMP_NUM_THREADS": "2"}
+    assert threads_variable(4, 2, {}) == {"OMP_NUM_THREADS": "1"}
+    assert threads_variable(4, 8, {"OMP_NUM_THREADS": "3"}) == {}
 
 
 def test_secrets_are_not_forwarded_to_command_lines() -> None:
     environment = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "hidden", "HF_TOKEN": "hidden", "HF_HOME": "x", "PATH": "y"}
     assert forwarded_variables(environment) == {"NCCL_DEBUG": "INFO", "HF_HOME": "x"}
+    assert forwarded_variables(environment, ["PATH"]) == {"NCCL_DEBUG": "INFO", "HF_HOME": "x", "PATH": "y"}
+    for name, words in (("WANDB_API_KEY", "looks like a secret"), ("NONE", "not set here")):
+        with pytest.raises(RequestError, match=words):
+            forwarded_variables(environment, [name])
 
 
 @pytest.mark.parametrize(
@@ -78,25 +149,117 @@ def test_ranks_are_found_alike_under_every_launcher(environment: dict[str, str])
     assert find_ranks({}) == Ranks(0, 1, 0, 1)
 
 
-def test_dry_run_prints_the_command_and_bad_requests_end_with_2(program: Program, tmp_path: Path) -> None:
-    shown = program("launch", "--num-processes", "2", "--dry-run", "--", "train", "--config", "my run.yaml")
-    assert shown.returncode == 0
+@pytest.mark.slow
+def test_dry_run_prints_the_commands_and_bad_requests_end_with_2(
+    program: Program, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    save_config(tiny_config(), tmp_path / "my run.yaml")
+    train = ["--", "train", "--config", "my run.yaml"]
+    shown = program("launch", "--num-processes", "2", "--dry-run", *train)
+    assert shown.returncode == 0, shown.stderr
     assert "--nproc-per-node 2 --module lex_pretrain train --config 'my run.yaml'" in shown.stdout
+    hostfile = ["--hostfile", ROOT / "hostfile.example"]
+    for launcher in ("deepspeed", "torchrun", "mpich", "openmpi"):
+        shown = program("launch", "--launcher", launcher, *hostfile, "--dry-run", *train)
+        assert shown.returncode == 0, shown.stderr
+        for host in ("node1", "node2"):
+            assert f"# 8 on {host}: OMP_NUM_THREADS=" in shown.stdout
+        assert not list(tmp_path.glob("launch-logs"))
     cases = [
-        (["launch", "--launcher", "ssh", "--", "train"], "--launcher ssh is unknown"),
-        (["launch"], "after `--`"),
-        (["launch", "--launcher", "deepspeed", "--hostfile", tmp_path / "none", "--", "train"], "does not exist"),
-        (["launch", "--hostfile", ROOT / "hostfile.example", "--", "train"], "use --launcher deepspeed"),
+        (["--launcher", "ssh", *train], "--launcher ssh is unknown"),
+        ([], "after `--`"),
+        (["--launcher", "deepspeed", "--hostfile", tmp_path / "none", *train], "does not exist"),
+        ([*hostfile, *train], "use --launcher deepspeed"),
+        (["--launcher", "mpich", *train], "needs --hostfile"),
+        (["--launcher", "slurm", *train], "inside an allocation"),
+        (["--launcher", "torchrun", *hostfile, "--exclude", "node9", *train], "node9: not among the hosts"),
+        (["--", "trian"], "cannot start 'trian'"),
+        (["--", "train", "--confg", "my run.yaml"], "No such option"),
+        ([*train, "model.hiden_size=3"], "did you mean model.hidden_size"),
     ]
     for arguments, words in cases:
-        done = program(*arguments)
+        done = program("launch", *arguments)
         assert done.returncode == 2, done.stderr
         assert words in done.stderr
 
 
 @pytest.mark.slow
-def test_exit_code_of_the_failing_process_comes_out(program: Program) -> None:
+def test_exit_code_of_the_failing_process_comes_out(
+    program: Program, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    save_config(tiny_config(), tmp_path / "run.yaml")
     for launcher in ("local", "deepspeed"):
-        done = program("launch", "--launcher", launcher, "--num-processes", "2", "--", "train", "--config", "none.yaml")
+        launch = ["launch", "--launcher", launcher, "--num-processes", "2", "--max-restarts", "2"]
+        done = program(*launch, "--", "train", "--config", "run.yaml", "data.path=nowhere")
         assert done.returncode == 2, done.stderr
-        assert done.stderr.count("config file none.yaml does not exist") == 1
+        assert done.stderr.count("nowhere is not a prepared dataset") == 1
+
+
+def test_as_many_hosts_as_the_batch_allows(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config(train={"global_batch_size": 24, "micro_batch_size": 2})
+    slots = {"a": 2, "b": 2, "c": 2, "d": 4}
+    assert largest_that_fits(slots, None) == slots
+    assert largest_that_fits(slots, config) == {"a": 2, "b": 2, "c": 2}
+    assert largest_that_fits({"d": 4, "a": 1}, config) == {"d": 4}
+    assert largest_that_fits({"e": 5}, config) == {}
+
+
+def test_restarts_end_when_they_are_of_no_use(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.supervise.FIRST_PAUSE_SECONDS", 0.0)
+    config = tiny_config()
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+    calls: list[int] = []
+
+    def attempts(*codes: int, saves: bool = False) -> Callable[[int, dict[str, int] | None], Outcome]:
+        calls.clear()
+
+        def run(number: int, hosts: dict[str, int] | None) -> Outcome:
+            calls.append(number)
+            if saves:
+                latest.write_text(f"step-{number:08d}")
+            return Outcome(codes[number])
+
+        return run
+
+    assert supervise(attempts(1, 1, 0, saves=True), None, Patience(5), config) == 0
+    assert calls == [0, 1, 2]
+    for final in (2, 75, 130):
+        assert supervise(attempts(1, final, saves=True), None, Patience(5), config) == final
+    assert supervise(attempts(1, 137, 1, saves=True), None, Patience(2), config) == 1
+    assert supervise(attempts(137), None, Patience(), config) == 137
+    with pytest.raises(JobError, match="2 attempts in a row ended without a new checkpoint"):
+        supervise(attempts(1, 1, 1, 1), None, Patience(5), config)
+    assert calls == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_the_job_goes_on(
+    program: Program, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """kill -9 of one rank, on one host: the job starts again from its checkpoint and ends with all steps."""
+    config = tiny_config(train={"num_steps": 40}, checkpoint={"every_steps": 5})
+    save_config(config, tmp_path / "run.yaml")
+    launch = ["launch", "--num-processes", "2", "--max-restarts", "1", "--", "train", "--config", "run.yaml"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lex_pretrain", *launch], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(read_steps(metrics)) >= 12):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == "1":
+            child.kill()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "rank 1" in stderr
+    assert "was ended by SIGKILL" in stderr
+    assert "restart 1 of 1" in stderr
+    records = read_records(metrics)
+    assert [record["step"] for record in records if record.get("event") == "resumed"] == [10]
+    assert len(read_steps(metrics)) == 40

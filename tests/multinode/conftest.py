@@ -1,36 +1,87 @@
-"""Real hosts on one machine: network namespaces, each with its own address and its own sshd."""
+"""Real hosts on one machine: namespaces of network, processes, names and mounts, each with its own sshd."""
 
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-TOOLS = ("ip", "sshd", "ssh-keygen", "pdsh")
+TOOLS = ("ip", "sshd", "ssh-keygen", "pdsh", "nsenter", "unshare")
+NUM_HOSTS = 3
+
+
+@dataclass
+class Host:
+    """One host; `interface` is its end of the cable on the switch."""
+
+    name: str
+    namespace: str
+    interface: str
+    server: "subprocess.Popen[bytes]"
+
+    def first_process(self) -> int:
+        """The sshd that is process 1 of the host, by its number outside of it."""
+        return int(psutil.Process(self.server.pid).children(recursive=True)[0].pid)
+
+    def cut_off(self) -> None:
+        _ip("link", "set", self.interface, "down")
+
+    def plug_in(self) -> None:
+        _ip("link", "set", self.interface, "up")
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Processes on the host with a word in their command."""
+        namespace = Path(f"/proc/{self.first_process()}/ns/pid").readlink()
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if Path(f"/proc/{process.pid}/ns/pid").readlink() == namespace and word in " ".join(process.cmdline()):
+                    found.append(process)
+            except (OSError, psutil.Error):
+                continue
+        return found
 
 
 @dataclass(frozen=True)
 class Hosts:
     """Hosts that reach each other by ssh; `environment` makes ssh and pdsh find the throw-away key."""
 
-    names: tuple[str, ...]
-    addresses: tuple[str, ...]
+    hosts: tuple[Host, ...]
     environment: dict[str, str]
 
-    def run(self, host: int, command: list[str], timeout_seconds: float = 120) -> "subprocess.CompletedProcess[str]":
-        """Run a command on one of the hosts."""
-        return subprocess.run(
-            ["ip", "netns", "exec", self.names[host], *command],
-            capture_output=True,
+    def write_hostfile(self, file: Path, numbers: Sequence[int] = (0, 1), slots: int = 1) -> Path:
+        file.write_text("".join(f"{self.hosts[number].name} slots={slots}\n" for number in numbers))
+        return file
+
+    def start(self, host: int, command: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
+        """Start a command on one of the hosts."""
+        target = str(self.hosts[host].first_process())
+        enter = ["nsenter", "--target", target, "--mount", "--uts", "--net", "--pid", "--"]
+        return subprocess.Popen(
+            [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(folder), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout_seconds,
             env={**os.environ, **self.environment},
-            check=False,
         )
+
+    def run(
+        self, host: int, command: Sequence[str], folder: Path = Path("/"), timeout_seconds: float = 120
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command on one of the hosts to its end."""
+        process = self.start(host, command, folder)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_seconds)
+        finally:
+            for child in psutil.Process(process.pid).children() if process.poll() is None else ():
+                child.kill()
+            process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def _ip(*arguments: str) -> None:
@@ -39,7 +90,7 @@ def _ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts, taken down again at the end. Skips loudly where namespaces cannot be made."""
+    """Three hosts, taken down again at the end. Skips loudly where namespaces cannot be made."""
     path = os.environ["PATH"] + os.pathsep + "/usr/sbin"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     if os.geteuid() != 0 or missing:
@@ -48,30 +99,32 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     # Interface names hold 15 characters; the process id keeps parallel test runs apart.
     tag = f"lx{os.getpid() % 100000}"
     subnet = f"10.77.{os.getpid() % 250}"
-    names = tuple(f"{tag}n{number}" for number in (1, 2))
-    addresses = tuple(f"{subnet}.{number}" for number in (1, 2))
-    servers: list[subprocess.Popen[bytes]] = []
+    names = [f"node{number}" for number in range(1, NUM_HOSTS + 1)]
+    addresses = "".join(f"{subnet}.{number} {name}\n" for number, name in enumerate(names, start=1))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
+    environment = {"PATH": f"{_ssh_with_key(folder)}{os.pathsep}{path}", "GLOO_SOCKET_IFNAME": "eth0"}
+    made: list[Host] = []
     try:
         _ip("link", "add", tag, "type", "bridge")
         _ip("link", "set", tag, "up")
-        for number, (name, address) in enumerate(zip(names, addresses, strict=True), start=1):
-            _ip("netns", "add", name)
-            _ip("link", "add", f"{tag}v{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"{tag}v{number}", "master", tag, "up")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        environment = {"PATH": f"{_ssh_with_key(folder)}{os.pathsep}{path}", "GLOO_SOCKET_IFNAME": "eth0"}
-        servers += [_start_sshd(folder, name) for name in names]
-        ready = Hosts(names, addresses, environment)
+        for number, name in enumerate(names, start=1):
+            namespace, interface = f"{tag}n{number}", f"{tag}v{number}"
+            _ip("netns", "add", namespace)
+            _ip("link", "add", interface, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("link", "set", interface, "master", tag, "up")
+            _ip("-n", namespace, "addr", "add", f"{subnet}.{number}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            made.append(Host(name, namespace, interface, _boot(folder, namespace, name)))
+        ready = Hosts(tuple(made), environment)
         _wait_for_ssh(ready)
         yield ready
     finally:
-        for server in servers:
-            server.terminate()
-            server.wait()
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        for host in made:
+            host.server.kill()
+            host.server.wait()
+        for number in range(1, NUM_HOSTS + 1):
+            subprocess.run(["ip", "netns", "del", f"{tag}n{number}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", tag], capture_output=True, check=False)
 
 
@@ -90,7 +143,8 @@ def _ssh_with_key(folder: Path) -> Path:
     return wrapper.parent
 
 
-def _start_sshd(folder: Path, name: str) -> "subprocess.Popen[bytes]":
+def _boot(folder: Path, namespace: str, name: str) -> "subprocess.Popen[bytes]":
+    """A host whose process 1 is its sshd: killing it ends everything on the host, as a power cut would."""
     Path("/run/sshd").mkdir(exist_ok=True)
     config = folder / f"{name}.conf"
     config.write_text(
@@ -98,14 +152,14 @@ def _start_sshd(folder: Path, name: str) -> "subprocess.Popen[bytes]":
         "PermitRootLogin yes\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nMaxStartups 100\n"
     )
     sshd = shutil.which("sshd", path=os.environ["PATH"] + os.pathsep + "/usr/sbin")
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, str(sshd), "-D", "-f", str(config)], stderr=subprocess.DEVNULL
-    )
+    start = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && exec {sshd} -D -f {config}"
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", start]
+    return subprocess.Popen(["ip", "netns", "exec", namespace, *unshare], stderr=subprocess.DEVNULL)
 
 
 def _wait_for_ssh(hosts: Hosts) -> None:
     deadline = time.monotonic() + 20
-    for address in hosts.addresses:
-        while (done := hosts.run(0, ["ssh", address, "true"])).returncode != 0:
+    for host in hosts.hosts:
+        while (done := hosts.run(0, ["ssh", host.name, "true"])).returncode != 0:
             assert time.monotonic() < deadline, done.stderr
             time.sleep(0.2)

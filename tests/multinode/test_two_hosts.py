@@ -1,4 +1,4 @@
-"""Training over two hosts gives the losses of one host with as many processes."""
+"""Training over two hosts gives the losses of one host with as many processes, under every launcher."""
 
 import sys
 from collections.abc import Callable
@@ -14,30 +14,46 @@ from tests.multinode.conftest import Hosts
 
 pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 
+LAUNCH = [sys.executable, "-m", "lex_pretrain", "launch"]
 
-def test_deepspeed_over_two_hosts_equals_one(
+
+def losses(run: Path) -> list[float]:
+    return [step["loss"] for step in read_steps(run / "metrics.jsonl")]
+
+
+def test_two_hosts_equal_one_under_every_launcher(
     hosts: Hosts, tiny_config: Callable[..., Config], program: Program, tmp_path: Path
 ) -> None:
-    losses = []
-    for name in ("one host", "two hosts"):
-        file = tmp_path / f"{name}.yaml"
-        save_config(tiny_config(run={"output_dir": str(tmp_path / name)}), file)
-        if name == "one host":
-            done = program("launch", "--num-processes", "2", "--", "train", "--config", file)
-        else:
-            hostfile = tmp_path / "hostfile"
-            hostfile.write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
-            launch = [sys.executable, "-m", "lex_pretrain", "launch", "--launcher", "deepspeed"]
-            done = hosts.run(0, [*launch, "--hostfile", str(hostfile), "--", "train", "--config", str(file)])
+    """From a folder with a space, and with an output folder whose name no shell would leave alone."""
+    hostfile = hosts.write_hostfile(tmp_path / "host file")
+    file = tmp_path / "run.yaml"
+    save_config(tiny_config(), file)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    done = program("launch", "--num-processes", "2", "--", "train", "--config", file, "run.output_dir=one")
+    assert done.returncode == 0, done.stderr
+    for launcher in ("deepspeed", "torchrun", "mpich"):
+        output = f'it\'s 5% of "{launcher}" $HOME'
+        launch = [*LAUNCH, "--launcher", launcher, "--hostfile", str(hostfile)]
+        done = hosts.run(
+            0,
+            [*launch, "--", "train", "--config", str(file), f"run.output_dir={output}"],
+            folder,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        losses.append([step["loss"] for step in read_steps(tmp_path / name / "metrics.jsonl")])
-    assert losses[0] == losses[1]
+        assert losses(folder / output) == losses(tmp_path / "one")
 
 
-def test_a_wrong_request_on_two_hosts_ends_with_2(hosts: Hosts, tmp_path: Path) -> None:
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
-    launch = [sys.executable, "-m", "lex_pretrain", "launch", "--launcher", "deepspeed", "--hostfile", str(hostfile)]
-    done = hosts.run(0, [*launch, "--", "train", "--config", str(tmp_path / "no such.yaml")])
-    assert done.returncode == 2, done.stderr
-    assert "no such.yaml does not exist" in done.stdout + done.stderr
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpich"])
+def test_a_wrong_request_ends_with_2_and_leaves_nothing(
+    hosts: Hosts, tiny_config: Callable[..., Config], tmp_path: Path, launcher: str
+) -> None:
+    hostfile = hosts.write_hostfile(tmp_path / "hostfile")
+    file = tmp_path / "run.yaml"
+    save_config(tiny_config(), file)
+    launch = [*LAUNCH, "--launcher", launcher, "--hostfile", str(hostfile), "--max-restarts", "3"]
+    done = hosts.run(0, [*launch, "--", "train", "--config", str(file), "data.path=nowhere"], tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("nowhere is not a prepared dataset") == 1
+    for host in hosts.hosts[:2]:
+        assert not host.processes("lex_pretrain")
