@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args
 
@@ -188,25 +189,34 @@ def train(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
-    more_data: Annotated[list[Path] | None, typer.Argument(metavar="", hidden=True)] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)] = None,
     data: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR_OR_FILES...", help="dataset folder, or text files and folders")
+        list[str] | None,
+        typer.Option(
+            metavar="DIR_OR_FILES...", help="dataset folder, or what `prepare` reads: files, globs, hf://NAME"
+        ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="lengths in tokens, separated by commas")] = "256,1024,4096",
-    attention: Annotated[str, typer.Option(help="attention modes: causal, blockwise")] = "causal,blockwise",
+    attention: Annotated[
+        str,
+        typer.Option(help="causal, blockwise, strided, chunks; strided and chunks are windows of full attention"),
+    ] = "causal,blockwise",
     output: Annotated[Path, typer.Option(help="folder for results.json, report.html and pictures")] = Path(
         "evaluation"
     ),
     split: Annotated[str, typer.Option(help="split of a dataset folder to score")] = "test",
+    text_key: Annotated[str, typer.Option(help="key of the text in .jsonl, .parquet, .csv")] = "text",
     max_documents: Annotated[int, typer.Option(min=1, help="documents to score at the most")] = 64,
+    retrieval_trials: Annotated[int, typer.Option(min=0, help="trials of each retrieval task and depth")] = 4,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; that of the training if not given")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print results.json on stdout")] = False,
 ) -> None:
-    """Perplexity against length on whole documents, and attention resolution, with a report."""
+    """Perplexity against length on whole documents, retrieval and attention resolution, with a report."""
     from lex_pretrain.config import AttentionMode, Precision
-    from lex_pretrain.evaluate.evaluation import evaluate
-    from lex_pretrain.evaluate.findings import summary_table
+    from lex_pretrain.evaluate.evaluation import EvaluationRequest, evaluate
     from lex_pretrain.evaluate.report import write_report
+    from lex_pretrain.evaluate.results import WindowMode
+    from lex_pretrain.evaluate.tables import summary_table
 
     if not data:
         raise RequestError("--data is missing: a dataset folder, or text files that the model was not trained on")
@@ -215,22 +225,24 @@ def evaluate(
     except ValueError:
         raise RequestError(f"--lengths {lengths} is not a list of whole numbers such as 256,1024") from None
     modes = [mode.strip() for mode in attention.split(",")]
-    known = get_args(AttentionMode)
+    known = (*get_args(AttentionMode), *get_args(WindowMode))
     if wrong := [mode for mode in modes if mode not in known]:
         raise RequestError(f"--attention {', '.join(wrong)} is unknown; known: {', '.join(known)}")
     if precision not in (None, *get_args(Precision)):
         raise RequestError(f"--precision {precision} is unknown; known: {', '.join(get_args(Precision))}")
-    results = evaluate(
+    request = EvaluationRequest(
         run_or_checkpoint=run,
         data=[*data, *(more_data or [])],
         lengths=parsed_lengths,
         attentions=cast(Any, modes),
         output=output,
+        command=shlex.join(["lex-pretrain", *sys.argv[1:]]),
         split=split,
         max_documents=max_documents,
+        retrieval_trials=retrieval_trials,
         precision=cast(Any, precision),
-        command=shlex.join(["lex-pretrain", *sys.argv[1:]]),
     )
+    results = evaluate(request, lambda given: _read_texts(given, text_key))
     if results is None:
         return
     report = write_report(f"{results.name}: perplexity by length", [results], output)
@@ -239,6 +251,35 @@ def evaluate(
     else:
         console.print(summary_table([results]))
         logger.info("report: %s", report)
+
+
+def _read_texts(given: str, text_key: str) -> Iterator[str]:
+    """The texts of files, globs or `hf://` datasets; a record that cannot be read is a wrong request."""
+    from data_prep.options import PrepareOptions
+    from data_prep.readers import Rejection, SegmentReader
+    from data_prep.sources import list_sources
+    from data_prep.units import Segment
+
+    options = PrepareOptions(text_key=text_key)
+    for source in list_sources([given]):
+        for item in SegmentReader(Segment(source, start=0, end=None, num_bytes=0), options):
+            if isinstance(item, Rejection):
+                raise RequestError(f"{source}, record {item.record}: {item.reason} {item.detail}".rstrip())
+            yield item.text
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="folders that `evaluate` wrote")],
+    output: Annotated[Path, typer.Option(help="folder for table.md, report.html and pictures")],
+) -> None:
+    """The table and curves of several evaluations side by side, from their results.json alone."""
+    from lex_pretrain.evaluate.comparison import compare
+    from lex_pretrain.evaluate.tables import summary_table
+
+    all_results, report = compare(folders, output, command=shlex.join(["lex-pretrain", *sys.argv[1:]]))
+    console.print(summary_table(all_results))
+    logger.info("report: %s", report)
 
 
 @app.command()

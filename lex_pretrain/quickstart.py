@@ -23,9 +23,9 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import JobError, RequestError
-from lex_pretrain.evaluate.findings import summary_table
 from lex_pretrain.evaluate.report import TrainingRecord, write_report
 from lex_pretrain.evaluate.results import Results
+from lex_pretrain.evaluate.tables import summary_table
 from lex_pretrain.files import read_json, write_json
 from lex_pretrain.hardware import choose_num_processes, choose_precision
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
@@ -278,7 +278,14 @@ def _evaluate_command(output: Path, data: Path, position: str) -> list[str]:
     return [
         *("evaluate", str(output / position), "--data", str(data)),
         *("--lengths", ",".join(map(str, LENGTHS)), "--attention", "causal,blockwise"),
-        *("--max-documents", str(NUM_DOCUMENTS), "--output", str(output / f"{position}-evaluation")),
+        *(
+            "--max-documents",
+            str(NUM_DOCUMENTS),
+            "--retrieval-trials",
+            "0",
+            "--output",
+            str(output / f"{position}-evaluation"),
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from data_prep.options import PrepareOptions
 from data_prep.prepare import prepare
 from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
 
 WORDS = """
 length block window scale token query key value layer head decoder attention position rotate decay train shard resume
@@ -103,3 +104,22 @@ def program(tmp_path: Path) -> Program:
         )
 
     return run
+
+
+@pytest.fixture
+def checkpoint(tiny_config: Callable[..., Config], dataset: Path, tmp_path: Path) -> Path:
+    """A checkpoint of random weights, made without training."""
+    from safetensors.torch import save_file
+
+    from lex_pretrain.model.decoder import Decoder
+    from lex_pretrain.train.checkpoint import gather_weights
+    from lex_pretrain.train.trainer import resolve_vocab_size
+
+    folder = tmp_path / "run" / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    config = resolve_vocab_size(tiny_config(), 320)
+    torch.manual_seed(0)
+    save_file(gather_weights(Decoder(config.model), keep=True), folder / "model.safetensors")
+    save_config(config, folder / "config.yaml")
+    (folder / "tokenizer.model").write_bytes((dataset / "tokenizer.model").read_bytes())
+    return folder

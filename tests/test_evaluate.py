@@ -1,69 +1,133 @@
-"""The evaluator against hand-made cases and a naive loop, and the report that it writes."""
+"""The evaluator against hand-made cases and a naive loop."""
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lex_pretrain.config import AttentionMode, Config
-from lex_pretrain.config_io import save_config
+from lex_pretrain.cli import main
 from lex_pretrain.data.shards import TokenDataset
-from lex_pretrain.errors import RequestError
+from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.evaluate.documents import load_documents
-from lex_pretrain.evaluate.evaluation import evaluate
-from lex_pretrain.evaluate.findings import describe
-from lex_pretrain.evaluate.perplexity import confidence_interval, score_document
-from lex_pretrain.evaluate.report import TrainingRecord, write_report
+from lex_pretrain.evaluate.evaluation import EvaluationRequest, evaluate
+from lex_pretrain.evaluate.memory import peak_memory_bytes, reset_peak_memory
+from lex_pretrain.evaluate.perplexity import confidence_interval, score_fixed_targets, score_pieces
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
-from lex_pretrain.evaluate.results import Results
+from lex_pretrain.evaluate.results import Results, ScoringMode
 from lex_pretrain.hardware import evaluation_dtype
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import load_decoder
-from lex_pretrain.train.checkpoint import gather_weights
-from lex_pretrain.train.trainer import resolve_vocab_size
+from lex_pretrain.progress import logger
 from tests.conftest import Program
 from tests.test_attention import model_section
 
+TRAINED = 8
+EOD = 1
+MODES: tuple[ScoringMode, ...] = ("causal", "blockwise", "sliding", "sinks", "strided", "chunks")
+
+
+def no_texts(given: str) -> Iterator[str]:
+    raise AssertionError(f"{given} is a dataset")
+
+
+def request(checkpoint: Path, dataset: Path, output: Path) -> EvaluationRequest:
+    """Two lengths with full and blockwise attention."""
+    return EvaluationRequest(
+        run_or_checkpoint=checkpoint,
+        data=[str(dataset)],
+        lengths=[16, 64],
+        attentions=["causal", "blockwise"],
+        output=output,
+        command="the command",
+        max_documents=5,
+        retrieval_trials=1,
+        precision="fp32",
+    )
+
+
+def first_input(mode: ScoringMode, start: int, place: int) -> int:
+    """Where the inputs begin that a target may be seen from: those of its piece, or of its window of 8 tokens."""
+    late = place - start - TRAINED + 1
+    if mode not in ("strided", "chunks") or late <= 0:
+        return start
+    stride = 2 if mode == "strided" else TRAINED
+    return start + -(-late // stride) * stride
+
+
+def naive_loss(decoder: Decoder, stream: list[int], first: int, place: int, mode: ScoringMode) -> float:
+    """Loss of the target after stream[place], alone, from the inputs stream[first] on."""
+    attention = "causal" if mode in ("strided", "chunks") else mode
+    with torch.inference_mode():
+        logits = decoder(torch.tensor([stream[first : place + 1]]), attention)[0, -1]
+    return -float(logits.log_softmax(dim=-1)[stream[place + 1]])
+
 
 @pytest.fixture
-def checkpoint(tiny_config: Callable[..., Config], dataset: Path, tmp_path: Path) -> Path:
-    """A checkpoint of random weights, made without training."""
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "run" / "checkpoints" / "step-00000007"
-    folder.mkdir(parents=True)
-    config = resolve_vocab_size(tiny_config(), 320)
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Two layers trained at length 8, in float64; the strided window moves on by 2."""
+    monkeypatch.setattr("lex_pretrain.evaluate.perplexity.STRIDES_PER_WINDOW", 4)
     torch.manual_seed(0)
-    save_file(gather_weights(Decoder(config.model), keep=True), folder / "model.safetensors")
-    save_config(config, folder / "config.yaml")
-    (folder / "tokenizer.model").write_bytes((dataset / "tokenizer.model").read_bytes())
-    return folder
+    return Decoder(model_section(num_sinks=2)).double().eval()
 
 
-@pytest.mark.parametrize("length", [2, 3, 7, 8, 50])
-@pytest.mark.parametrize("attention", ["causal", "blockwise"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 19])
-def test_pieces_are_those_of_a_naive_loop(length: int, attention: AttentionMode, num_tokens: int) -> None:
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 13, 50])
+@pytest.mark.parametrize("mode", MODES)
+def test_pieces_are_those_of_a_naive_loop(decoder: Decoder, length: int, mode: ScoringMode) -> None:
     """Each token alone, from all before it in its piece and the one token before the piece (EOD at the start)."""
-    eod_id = 1
-    torch.manual_seed(0)
-    decoder = Decoder(model_section()).double().eval()
-    document = np.random.default_rng(0).integers(2, 40, num_tokens)
-    found = score_document(decoder, document, length, attention, eod_id)
-    stream = [eod_id, *document.tolist()]
-    for place in range(num_tokens):
-        start = place // length * length
-        with torch.inference_mode():
-            logits = decoder(torch.tensor([stream[start : place + 1]]), attention)[0, -1]
-        expected = -logits.log_softmax(dim=-1)[stream[place + 1]]
-        assert found[place] == pytest.approx(float(expected), rel=1e-5)
+    for num_tokens in (1, 8, 21):
+        document = np.random.default_rng(0).integers(2, 40, num_tokens)
+        stream = [EOD, *document.tolist()]
+        found = score_pieces(decoder, document, length, mode, EOD)
+        expected = []
+        for place in range(num_tokens):
+            first = first_input(mode, place // length * length, place)
+            expected.append(naive_loss(decoder, stream, first, place, mode))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 11, 40])
+@pytest.mark.parametrize("mode", MODES)
+def test_fixed_targets_are_those_of_a_naive_loop(decoder: Decoder, length: int, mode: ScoringMode) -> None:
+    """The last quarter, read in windows that end at the document's end and half a length apart."""
+    document = np.random.default_rng(0).integers(2, 40, 40)
+    stream = [EOD, *document.tolist()]
+    stride = min(10, max(1, length // 2))
+    expected = []
+    for place in range(30, 40):
+        end = 40 - (39 - place) // stride * stride
+        first = first_input(mode, end - length, place)
+        assert place - first >= min(length, TRAINED if mode == "strided" else length) // 2 or mode == "chunks"
+        expected.append(naive_loss(decoder, stream, first, place, mode))
+    found = score_fixed_targets(decoder, document, length, mode, EOD)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_both_protocols_agree_where_a_piece_is_the_whole_document(decoder: Decoder, mode: ScoringMode) -> None:
+    document = np.random.default_rng(1).integers(2, 40, 27)
+    whole = score_pieces(decoder, document, 27, mode, EOD)
+    np.testing.assert_allclose(score_fixed_targets(decoder, document, 27, mode, EOD), whole[-6:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_and_streamed_parts_change_nothing(
+    decoder: Decoder, mode: ScoringMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = np.random.default_rng(2).integers(2, 40, 100)
+    before = [score_pieces(decoder, document, length, mode, EOD) for length in (8, 100)]
+    for name, value in (("BATCH_TOKENS", 7), ("_LOGIT_POSITIONS", 3)):
+        monkeypatch.setattr(f"lex_pretrain.evaluate.perplexity.{name}", value)
+        after = [score_pieces(decoder, document, length, mode, EOD) for length in (8, 100)]
+        for old, new in zip(before, after, strict=True):
+            np.testing.assert_allclose(new, old, rtol=1e-6)
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary_at_every_length() -> None:
@@ -71,7 +135,7 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary_at_every_length() 
     torch.nn.init.zeros_(decoder.embedding.weight)
     document = np.arange(2, 32)
     for length in (2, 8, 13, 64):
-        losses = score_document(decoder, document, length, "blockwise", 1)
+        losses = score_pieces(decoder, document, length, "blockwise", EOD)
         assert math.exp(losses.mean()) == pytest.approx(40, rel=1e-6)
 
 
@@ -134,85 +198,156 @@ def test_results_hold_the_contract_and_do_not_depend_on_the_number_of_ranks(
         output = tmp_path / f"out-{num_ranks}"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         command += ["-m", "lex_pretrain", "evaluate", str(checkpoint.parent.parent), "--data", str(dataset)]
-        command += ["--lengths", "16,64,200", "--attention", "blockwise,causal", "--output", str(output)]
+        command += ["--lengths", "16,64,200", "--attention", "blockwise,causal,strided", "--output", str(output)]
+        command += ["--retrieval-trials", "1"]
         subprocess.run(
             command, check=True, capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         results = json.loads((output / "results.json").read_text())
         assert (results["format_version"], results["training_length"], results["step"]) == (1, 32, 7)
-        found.append(
-            [(r["attention"], r["length"], r["nll"], r["num_tokens"], r["ci95"]) for r in results["perplexity"]]
-        )
+        for record in results["perplexity"]:
+            assert record.pop("tokens_per_second") > 0
+            assert record.pop("peak_memory_bytes") > 2**20
+        found.append([results[name] for name in ("perplexity", "by_position", "retrieval")])
         for name in ("perplexity.png", "resolution.png", "by_position.png", "speed.png", "report.html"):
             assert (output / name).stat().st_size > 1000
+        assert not list(output.glob("unfinished-*"))
     assert found[0] == found[1]
-    assert {(attention, length) for attention, length, *_ in found[0]} == {
-        (attention, length) for attention in ("causal", "blockwise") for length in (16, 64, 200)
-    }
-    short = {attention: nll for attention, length, nll, *_ in found[0] if length == 16}
+    perplexity = {(r["protocol"], r["attention"], r["length"]): r["nll"] for r in found[0][0]}
+    protocols, modes, lengths = ("pieces", "fixed-target"), ("blockwise", "causal", "strided"), (16, 64, 200)
+    assert set(perplexity) == set(itertools.product(protocols, modes, lengths))
+    short = {attention: nll for (protocol, attention, length), nll in perplexity.items() if length == 16}
     assert short["causal"] == pytest.approx(short["blockwise"], rel=1e-6)
+    assert short["causal"] == pytest.approx(short["strided"], rel=1e-6)
 
 
-def test_report_is_self_contained_and_says_what_the_numbers_say(
-    checkpoint: Path, dataset: Path, tmp_path: Path
+def test_a_killed_evaluation_goes_on_where_it_was(
+    checkpoint: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = evaluate(
-        checkpoint, [dataset], [16, 32, 64], ["causal", "blockwise"], tmp_path, "test", 4, "fp32", "the command"
-    )
-    assert results is not None
-    assert Results.load(tmp_path) == results
-    steps = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 9)]
-    file = write_report("<Title>", [results], tmp_path, [TrainingRecord("xpos", steps, [4])], ["a <note>"])
-    html = file.read_text()
-    assert "&lt;Title&gt;" in html
-    assert "a &lt;note&gt;" in html
-    assert "the command" in html
-    assert html.count("data:image/png;base64,") == 5
-    for outside in ("http://", "https://", "<script", "<link", 'src="/'):
-        assert outside not in html
-    lowest = min((r for r in results.perplexity if r.attention == "causal"), key=lambda record: record.perplexity)
-    assert (
-        f"xpos with causal attention is best at {lowest.length:,} tokens ({lowest.perplexity:.2f})"
-        in describe(results)[0]
-    )
+    from lex_pretrain.evaluate import scoring
+
+    calls = []
+
+    def counted(decoder: Decoder, document: np.ndarray, *task: object) -> np.ndarray:
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        calls.append(task)
+        return score_pieces(decoder, document, *task)  # type: ignore[arg-type]
+
+    def run(output: Path) -> Results:
+        results = evaluate(request(checkpoint, dataset, output), no_texts)
+        assert results is not None
+        return results
+
+    uninterrupted = run(tmp_path / "whole")
+    monkeypatch.setattr(scoring, "score_pieces", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed")
+    (unfinished,) = (tmp_path / "killed").glob("unfinished-*")
+    # A kill may leave half a line, and another rank may have had other documents.
+    lines = (unfinished / "rank-00000.jsonl").read_text().splitlines(keepends=True)
+    (unfinished / "rank-00000.jsonl").write_text("".join(lines[:5]) + lines[6][:20])
+    (unfinished / "rank-00003.jsonl").write_text(lines[5])
+    calls.clear()
+    monkeypatch.setattr(scoring, "score_pieces", lambda *task: calls.append(task) or score_pieces(*task))
+    resumed = run(tmp_path / "killed")
+    num_documents = uninterrupted.perplexity[0].num_documents
+    assert len(calls) == 2 * 2 * num_documents - 6
+    assert [(r.nll, r.ci95) for r in resumed.perplexity] == [(r.nll, r.ci95) for r in uninterrupted.perplexity]
+    assert not unfinished.exists()
 
 
-def test_text_files_are_scored_like_shards_and_other_tokenizers_refused(
-    checkpoint: Path, dataset: Path, tmp_path: Path
+def test_a_loss_that_is_not_finite_ends_the_job_with_the_place(
+    checkpoint: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype)
+    from lex_pretrain.evaluate import scoring
+
+    monkeypatch.setattr(scoring, "score_pieces", lambda *_: np.array([1.0, 2.0, np.nan]))
+    with pytest.raises(JobError, match=r"causal attention at 16 tokens gave a loss .* \(document 0, token 2\)"):
+        evaluate(request(checkpoint, dataset, tmp_path / "out"), no_texts)
+
+
+def test_peak_memory_is_that_of_the_stretch() -> None:
+    cpu = torch.device("cpu")
+    size = 256 * 2**20
+    torch.ones(size // 4)
+    reset_peak_memory(cpu)
+    before = peak_memory_bytes(cpu)
+    held = torch.ones(size // 4)
+    assert size * 0.9 < peak_memory_bytes(cpu) - before < size * 1.5
+    del held
+    reset_peak_memory(cpu)
+    assert peak_memory_bytes(cpu) - before < size / 2
+
+
+def test_texts_are_scored_like_shards_and_other_tokenizers_refused(
+    checkpoint: Path, dataset: Path, program: Program, tmp_path: Path
+) -> None:
     stored = TokenDataset.open(dataset, "test")
     tokenizer = stored.tokenizer()
     start, end = max(stored.document_bounds(), key=lambda bounds: bounds[1] - bounds[0])
     text = tokenizer.decode(stored.read(start, end - start).tolist())
-    (tmp_path / "long.txt").write_text(text)
-    (from_text,) = load_documents([tmp_path / "long.txt"], "test", tokenizer, 200, 1)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"story": text}) + "\n" + json.dumps({"story": "short"}) + "\n")
+    (from_text,) = load_documents(["some"], "test", tokenizer, 200, 1, lambda given: iter([given, text]))
     np.testing.assert_array_equal(from_text.tokens, stored.read(start, 200))
-    assert from_text.num_bytes == len(tokenizer.decode(from_text.tokens.tolist()).encode())
-    with pytest.raises(RequestError, match=r"no document .* has 1,000,000 tokens, the longest has"):
-        load_documents([dataset], "test", tokenizer, 1_000_000, 1)
+    shown = tokenizer.decode(from_text.tokens.tolist())
+    assert (from_text.num_bytes, from_text.num_characters) == (len(shown.encode()), len(shown))
+    with pytest.raises(RequestError, match=r"no document .* has 1,000,000 tokens, the longest has [\d,]+;"):
+        load_documents([str(dataset)], "test", tokenizer, 1_000_000, 1, no_texts)
 
     class Other:
         fingerprint = "another"
 
     with pytest.raises(RequestError, match="prepared with another tokenizer"):
-        load_documents([dataset], "test", Other(), 10, 1)  # type: ignore[arg-type]
-    assert model.step == 7
+        load_documents([str(dataset)], "test", Other(), 10, 1, no_texts)  # type: ignore[arg-type]
+    done = program(
+        *("evaluate", checkpoint, "--data", tmp_path / "long.jsonl", "--text-key", "story", "--lengths", "32,64"),
+        *("--retrieval-trials", "0", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    results = Results.model_validate_json(done.stdout)
+    losses = score_pieces(
+        load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype).decoder,
+        from_text.tokens[:64],
+        32,
+        "causal",
+        tokenizer.eod_id,
+    )
+    found = results.find("causal", 32)
+    assert found is not None
+    assert found.nll == pytest.approx(losses.mean(), rel=1e-6)
+    assert found.bits_per_byte is not None
 
 
-def test_bad_requests_end_with_2(checkpoint: Path, dataset: Path, program: Program, tmp_path: Path) -> None:
+def test_bad_requests_end_with_2(
+    checkpoint: Path,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = checkpoint.parent.parent
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     cases = [
-        (["evaluate", run, "--data", dataset, "--lengths", "many"], "not a list of whole numbers"),
-        (["evaluate", run, "--data", dataset, "--attention", "blokwise"], "--attention blokwise is unknown"),
-        (["evaluate", run], "--data is missing"),
-        (["evaluate", tmp_path, "--data", dataset], "neither a checkpoint"),
-        (["evaluate", run, "--data", tmp_path / "no.txt", "--lengths", "8"], "no.txt does not exist"),
+        (["--data", dataset, "--lengths", "many"], "not a list of whole numbers"),
+        (["--data", dataset, "--lengths", "1"], "lengths of at least 2 tokens"),
+        (["--data", dataset, "--attention", "blokwise"], "--attention blokwise is unknown; known: causal, blockwise"),
+        (["--data", dataset, "--precision", "int8"], "--precision int8 is unknown"),
+        (["--data", dataset, "--split", "nowhere", "--lengths", "8"], "has no nowhere split"),
+        ([], "--data is missing"),
+        (["--data", tmp_path / "no.txt", "--lengths", "8"], "no.txt does not exist"),
+        (["--data", tmp_path / "bad.txt", "--lengths", "8"], "bad.txt, record 1: not UTF-8"),
     ]
+    monkeypatch.setattr(logger, "handlers", [])
     for arguments, words in cases:
-        done = program(*arguments)
-        assert done.returncode == 2, done.stderr
-        assert words in done.stderr
+        options = [*map(str, arguments), "--output", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["lex-pretrain", "evaluate", str(run), *options])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(RequestError, match="neither a checkpoint"):
+        load_decoder(tmp_path, torch.device("cpu"), evaluation_dtype)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(checkpoint: Path) -> None:

@@ -17,12 +17,12 @@ import resource, sys
 import numpy as np
 import torch
 from lex_pretrain.config import ModelSection
-from lex_pretrain.evaluate.perplexity import score_document
+from lex_pretrain.evaluate.perplexity import score_pieces
 from lex_pretrain.model.decoder import Decoder
 torch.set_num_threads(1)
 config = ModelSection(num_layers=2, hidden_size=32, num_heads=2, sequence_length=256, vocab_size=128)
 document = np.random.default_rng(0).integers(0, 128, int(sys.argv[1]))
-losses = score_document(Decoder(config).eval(), document, len(document), sys.argv[2], eod_id=1)
+losses = score_pieces(Decoder(config).eval(), document, len(document), sys.argv[2], eod_id=1)
 assert np.isfinite(losses).all() and len(losses) == len(document)
 sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 """

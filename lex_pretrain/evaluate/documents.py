@@ -1,5 +1,7 @@
-"""Long documents to score: of a dataset's held-out split, or of text files tokenized now."""
+"""Long documents to score: of a dataset's held-out split, or of texts tokenized now."""
 
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,60 +13,82 @@ from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import RequestError
 from lex_pretrain.tokenizer import Tokenizer
 
+ReadTexts = Callable[[str], Iterator[str]]
+
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """The first tokens of a document, without its EOD, and the bytes of text that they stand for."""
+    """The first tokens of a document, without its EOD, and the size of the text that they stand for."""
 
     tokens: NDArray[np.int64]
     num_bytes: int
+    num_characters: int
 
 
 def load_documents(
-    data: list[Path], split: str, tokenizer: Tokenizer, num_tokens: int, max_documents: int
+    data: Sequence[str],
+    split: str,
+    tokenizer: Tokenizer,
+    num_tokens: int,
+    max_documents: int,
+    read_texts: ReadTexts,
 ) -> list[ScoredDocument]:
-    """The first `num_tokens` tokens of up to `max_documents` documents at least that long, in stored order.
+    """The first `num_tokens` tokens of the first `max_documents` documents at least that long, in stored order.
 
-    Raises RequestError when a dataset was made with another tokenizer, or no document is long enough.
+    `data` are dataset folders, or whatever `read_texts` gives the texts of. Raises RequestError when a dataset was
+    made with another tokenizer, or no document is long enough.
     """
     documents: list[ScoredDocument] = []
     longest = 0
-    for path in data:
-        is_dataset = (path / MANIFEST_FILE).is_file()
-        for tokens in _dataset_documents(path, split, tokenizer) if is_dataset else _text_documents(path, tokenizer):
-            longest = max(longest, len(tokens))
-            if len(tokens) >= num_tokens and len(documents) < max_documents:
-                kept = tokens[:num_tokens].astype(np.int64)
-                documents.append(ScoredDocument(kept, len(tokenizer.decode(kept.tolist()).encode())))
+    for tokens in _all_documents(data, split, tokenizer, read_texts):
+        longest = max(longest, len(tokens))
+        if len(tokens) >= num_tokens:
+            kept = tokens[:num_tokens].astype(np.int64)
+            text = tokenizer.decode(kept.tolist())
+            documents.append(ScoredDocument(kept, len(text.encode()), len(text)))
+            if len(documents) == max_documents:
+                break
     if not documents:
         raise RequestError(
-            f"no document of {', '.join(map(str, data))} has {num_tokens:,} tokens, the longest has {longest:,}; "
+            f"no document of {', '.join(data)} has {num_tokens:,} tokens, the longest has {longest:,}; "
             "give longer documents or smaller --lengths"
         )
     return documents
 
 
-def _dataset_documents(folder: Path, split: str, tokenizer: Tokenizer) -> list[NDArray[np.int64]]:
+def documents_sha256(documents: Sequence[ScoredDocument]) -> str:
+    """Equal exactly where the same tokens are scored in the same order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(hashlib.sha256(document.tokens.astype("<i8").tobytes()).digest())
+    return digest.hexdigest()
+
+
+def _all_documents(
+    data: Sequence[str], split: str, tokenizer: Tokenizer, read_texts: ReadTexts
+) -> Iterator[NDArray[np.int64]]:
+    for given in data:
+        folder = Path(given)
+        if (folder / MANIFEST_FILE).is_file():
+            yield from _dataset_documents(folder, split, tokenizer)
+        else:
+            for text in read_texts(given):
+                yield _encode(text, tokenizer, given)
+
+
+def _dataset_documents(folder: Path, split: str, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
     dataset = TokenDataset.open(folder, split)
     if dataset.manifest.tokenizer.fingerprint != tokenizer.fingerprint:
         raise RequestError(
             f"{folder} was prepared with another tokenizer than the model was trained with; "
             "give the text files instead, or prepare them with --tokenizer of the run"
         )
-    return [dataset.read(start, end - 1 - start).astype(np.int64) for start, end in dataset.document_bounds()]
+    for start, end in dataset.document_bounds():
+        yield dataset.read(start, end - 1 - start).astype(np.int64)
 
 
-def _text_documents(path: Path, tokenizer: Tokenizer) -> list[NDArray[np.int64]]:
-    if not path.exists():
-        raise RequestError(f"{path} does not exist; give text files, folders of them, or a prepared dataset")
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    documents = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{file} is not UTF-8 text (byte {error.start})") from error
-        except OSError as error:
-            raise RequestError(f"{file} cannot be read: {error}") from error
-        documents.append(np.array(tokenizer.encode(text), dtype=np.int64))
-    return documents
+def _encode(text: str, tokenizer: Tokenizer, given: str) -> NDArray[np.int64]:
+    try:
+        return np.array(tokenizer.encode(text), dtype=np.int64)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{given} holds text that is not valid Unicode: {error}") from error

@@ -1,91 +1,108 @@
-"""One evaluation: every length under every attention, attention resolution, and `results.json`."""
+"""One evaluation: perplexity by length under every attention, retrieval, attention resolution, and `results.json`."""
 
 import itertools
 import os
 import platform
-import time
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lex_pretrain import __version__
 from lex_pretrain.config import AttentionMode, Precision
 from lex_pretrain.errors import RequestError
-from lex_pretrain.evaluate.documents import ScoredDocument, load_documents
-from lex_pretrain.evaluate.perplexity import confidence_interval, peak_memory_bytes, score_document
-from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
-from lex_pretrain.evaluate.results import PerplexityRecord, PositionRecord, ResolutionRecord, Results
+from lex_pretrain.evaluate.documents import ReadTexts, ScoredDocument, documents_sha256, load_documents
+from lex_pretrain.evaluate.perplexity import confidence_interval
+from lex_pretrain.evaluate.resolution import measure_resolution
+from lex_pretrain.evaluate.results import (
+    PerplexityRecord,
+    PositionRecord,
+    Protocol,
+    Results,
+    RetrievalRecord,
+    ScoringMode,
+)
+from lex_pretrain.evaluate.retrieval import measure_retrieval
+from lex_pretrain.evaluate.scoring import DocumentScore, Task, bin_edges, score_all
+from lex_pretrain.files import sha256_of_json
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
-from lex_pretrain.model.loading import LoadedModel, load_decoder
-from lex_pretrain.progress import ProgressReporter, logger, progress
-from lex_pretrain.ranks import Ranks, find_ranks, gather_lists, join_process_group, leave_process_group
+from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE, LoadedModel, load_decoder
+from lex_pretrain.ranks import find_ranks, join_process_group, leave_process_group
 from lex_pretrain.tokenizer import Tokenizer
 
-NUM_POSITION_BINS = 16
-# Distances that the attention resolution is measured over, as multiples of the training length.
-RESOLUTION_FACTORS = (1, 2, 8)
-CURVE_POINTS = 200
-RESOLUTION_DOCUMENTS = 4
-RESOLUTION_ATTENTIONS: tuple[Literal["causal", "blockwise"], ...] = ("causal", "blockwise")
+# Attention modes of the model itself; all other scoring modes are windows of full attention.
+ATTENTION_MODES: tuple[AttentionMode, ...] = get_args(AttentionMode)
 
 PROTOCOL_TEXT = (
     "Protocol `pieces`: the first {num_tokens:,} tokens of each document are cut into pieces of the length, and every "
     "token is scored, the first of a piece from the one token before it, and a document's first from the "
-    "end-of-document piece. All lengths score the same tokens. Intervals are 95 % bootstrap intervals over documents."
+    "end-of-document piece. All lengths score the same tokens. Protocol `fixed-target`: the last quarter of those "
+    "tokens is scored at every length, in windows of the length that move on by half of it, so each token has at least "
+    "half the length before it; nothing but the context differs between lengths. Intervals are 95 % bootstrap "
+    "intervals over documents."
 )
 
 
-def evaluate(
-    run_or_checkpoint: Path,
-    data: list[Path],
-    lengths: list[int],
-    attentions: list[AttentionMode],
-    output: Path,
-    split: str,
-    max_documents: int,
-    precision: Precision | None,
-    command: str,
-) -> Results | None:
-    """Evaluate a checkpoint on whole documents; documents are spread over ranks, and rank 0 returns the results.
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate, on what, and how; `precision` None is that of the training."""
 
-    Raises RequestError when a length or the data does not fit.
+    run_or_checkpoint: Path
+    data: Sequence[str]
+    lengths: Sequence[int]
+    attentions: Sequence[ScoringMode]
+    output: Path
+    command: str
+    split: str = "test"
+    max_documents: int = 64
+    retrieval_trials: int = 4
+    precision: Precision | None = None
+
+
+def evaluate(request: EvaluationRequest, read_texts: ReadTexts) -> Results | None:
+    """Evaluate a checkpoint on whole documents; the work is spread over ranks, and rank 0 returns the results.
+
+    `read_texts` gives the texts of data that is no dataset folder. What a killed evaluation finished is not done
+    again. Raises RequestError when a length or the data does not fit.
     """
-    lengths = sorted(set(lengths))
+    lengths = sorted(set(request.lengths))
     if not lengths or lengths[0] < 2:
         raise RequestError("--lengths needs lengths of at least 2 tokens, such as 128,1024")
     ranks = join_process_group() if find_ranks(os.environ).world_size > 1 else find_ranks(os.environ)
-    device = device_of_rank(ranks.local_rank)
-    model = load_decoder(run_or_checkpoint, device, lambda trained: evaluation_dtype(precision or trained))
-    _check_learned_positions(model, lengths)
+    model = load_decoder(
+        request.run_or_checkpoint,
+        device_of_rank(ranks.local_rank),
+        lambda trained: evaluation_dtype(request.precision or trained),
+    )
+    attentions = list(dict.fromkeys(request.attentions))
+    _check_learned_positions(model, lengths, attentions)
     tokenizer = Tokenizer(model.tokenizer_file)
-    documents = load_documents(data, split, tokenizer, lengths[-1], max_documents)
-    perplexity, by_position = _score_all(model, documents, lengths, attentions, tokenizer.eod_id, ranks)
+    documents = load_documents(request.data, request.split, tokenizer, lengths[-1], request.max_documents, read_texts)
+    unfinished = _unfinished_folder(request.output, model, documents)
+    tasks = [
+        Task(protocol, attention, length)
+        for attention, protocol, length in itertools.product(attentions, get_args(Protocol), lengths)
+    ]
+    scores = score_all(model.decoder, documents, tasks, tokenizer.eod_id, ranks, unfinished)
+    retrieval = measure_retrieval(
+        model.decoder,
+        documents,
+        lengths,
+        [mode for mode in ATTENTION_MODES if mode in attentions],
+        request.retrieval_trials,
+        tokenizer,
+        ranks,
+    )
     results = None
     if ranks.rank == 0:
-        model_section = model.config.model
-        results = Results(
-            name=f"{model_section.position} {model.checkpoint_folder.name}",
-            checkpoint=str(model.checkpoint_folder),
-            step=model.step,
-            position=model_section.position,
-            num_parameters=sum(parameter.numel() for parameter in model.decoder.parameters()),
-            training_length=model_section.sequence_length,
-            dtype=str(next(model.decoder.parameters()).dtype).removeprefix("torch."),
-            block_size=model_section.resolved_block_size,
-            dataset=", ".join(map(str, data)),
-            protocol_text=PROTOCOL_TEXT.format(num_tokens=lengths[-1]),
-            command=command,
-            versions=versions(),
-            perplexity=tuple(perplexity),
-            by_position=tuple(by_position),
-            resolution=tuple(_resolution(model, documents, lengths[-1])),
-        )
-        output.mkdir(parents=True, exist_ok=True)
-        results.save(output)
+        results = _assemble(request, model, documents, scores, retrieval)
+        results.save(request.output)
+        shutil.rmtree(unfinished)
     leave_process_group()
     return results
 
@@ -96,145 +113,113 @@ def versions() -> dict[str, str]:
     return {"lex-pretrain": __version__, "python": platform.python_version(), **packages}
 
 
-def _check_learned_positions(model: LoadedModel, lengths: list[int]) -> None:
+def _unfinished_folder(output: Path, model: LoadedModel, documents: Sequence[ScoredDocument]) -> Path:
+    """Where scores are kept until all are there; its name is that of all that they depend on."""
+    weights = (model.checkpoint_folder / WEIGHTS_FILE).stat()
+    parameter = next(model.decoder.parameters())
+    fingerprint = sha256_of_json(
+        {
+            "config": model.config.model.model_dump(mode="json"),
+            "weights": [weights.st_size, weights.st_mtime_ns],
+            "number format": [str(parameter.dtype), parameter.device.type],
+            "documents": documents_sha256(documents),
+            "versions": versions(),
+            "schema": DocumentScore.model_json_schema(),
+        }
+    )
+    folder = output / f"unfinished-{fingerprint[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _check_learned_positions(model: LoadedModel, lengths: Sequence[int], attentions: Sequence[ScoringMode]) -> None:
     trained = model.config.model.sequence_length
-    if model.config.model.position == "learned" and lengths[-1] > trained:
+    if model.config.model.position != "learned" or lengths[-1] <= trained:
+        return
+    if wrong := [mode for mode in attentions if mode in ATTENTION_MODES]:
         raise RequestError(
             f"--lengths {lengths[-1]}: learned positions end at the training length {trained} and have no vectors past "
-            "it; this scheme cannot extrapolate"
+            f"it; this scheme cannot extrapolate with --attention {','.join(wrong)}"
         )
 
 
-def _score_all(
+def _assemble(
+    request: EvaluationRequest,
     model: LoadedModel,
-    documents: list[ScoredDocument],
-    lengths: list[int],
-    attentions: list[AttentionMode],
-    eod_id: int,
-    ranks: Ranks,
-) -> tuple[list[PerplexityRecord], list[PositionRecord]]:
-    perplexity, by_position = [], []
-    mine = [index for index in range(len(documents)) if index % ranks.world_size == ranks.rank]
-    num_tokens = sum(len(documents[index].tokens) for index in mine) * len(lengths) * len(attentions)
-    if ranks.rank == 0:
-        logger.info("scoring %d documents of %s tokens", len(documents), f"{lengths[-1]:,}")
-    with progress("evaluating", max(num_tokens, 1), "tokens", enabled=ranks.rank == 0) as reporter:
-        for attention in attentions:
-            for length in lengths:
-                losses, seconds = _score(model, documents, mine, length, attention, eod_id, reporter)
-                gathered = gather_lists([(index, losses[index], seconds) for index in mine], ranks)
-                in_order = [loss for _, loss, _ in sorted(gathered, key=lambda item: int(item[0]))]
-                slowest = max(seconds for _, _, seconds in gathered)
-                device = next(model.decoder.parameters()).device
-                memory = max(gather_lists([peak_memory_bytes(device)], ranks))
-                perplexity.append(_perplexity_record(documents, in_order, length, attention, slowest, memory))
-                if length == lengths[-1]:
-                    by_position += _by_position(in_order, length, attention)
-    return perplexity, by_position
-
-
-def _score(
-    model: LoadedModel,
-    documents: list[ScoredDocument],
-    mine: list[int],
-    length: int,
-    attention: AttentionMode,
-    eod_id: int,
-    reporter: ProgressReporter,
-) -> tuple[dict[int, NDArray[np.float64]], float]:
-    losses = {}
-    started = time.perf_counter()
-    for index in mine:
-        losses[index] = score_document(model.decoder, documents[index].tokens, length, attention, eod_id)
-        reporter.advance(len(losses[index]), f"{attention} at {length:,}")
-    return losses, time.perf_counter() - started
+    documents: Sequence[ScoredDocument],
+    scores: dict[Task, list[DocumentScore]],
+    retrieval: Sequence[RetrievalRecord],
+) -> Results:
+    section = model.config.model
+    parameter = next(model.decoder.parameters())
+    folder = model.checkpoint_folder
+    longest = len(documents[0].tokens)
+    return Results(
+        name=folder.parent.parent.name if folder.parent.name == CHECKPOINTS_FOLDER else folder.name,
+        checkpoint=str(folder),
+        step=model.step,
+        position=section.position,
+        num_parameters=sum(parameter.numel() for parameter in model.decoder.parameters()),
+        num_layers=section.num_layers,
+        training_length=section.sequence_length,
+        block_size=section.resolved_block_size,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "CPU",
+        dataset=", ".join(request.data),
+        documents_sha256=documents_sha256(documents),
+        protocol_text=PROTOCOL_TEXT.format(num_tokens=longest),
+        command=request.command,
+        versions=versions(),
+        perplexity=tuple(_perplexity_record(documents, task, found) for task, found in scores.items()),
+        by_position=tuple(
+            itertools.chain.from_iterable(
+                _by_position(task, found)
+                for task, found in scores.items()
+                if task.protocol == "pieces" and task.length == longest
+            )
+        ),
+        resolution=tuple(measure_resolution(model.decoder, [document.tokens for document in documents])),
+        retrieval=tuple(retrieval),
+    )
 
 
 def _perplexity_record(
-    documents: list[ScoredDocument],
-    losses: list[NDArray[np.float64]],
-    length: int,
-    attention: AttentionMode,
-    seconds: float,
-    memory: int,
+    documents: Sequence[ScoredDocument], task: Task, scores: Sequence[DocumentScore]
 ) -> PerplexityRecord:
-    sums = np.array([loss.sum() for loss in losses])
-    counts = np.array([len(loss) for loss in losses])
+    sums = np.array([score.nll_sum for score in scores])
+    counts = np.array([score.num_tokens for score in scores])
     nll = float(sums.sum() / counts.sum())
+    # The fixed targets are no whole texts, so they have no size in bytes.
+    whole = task.protocol == "pieces"
+    bits = float(sums.sum() / np.log(2))
     return PerplexityRecord(
-        attention=attention,
-        length=length,
-        protocol="pieces",
+        attention=task.attention,
+        length=task.length,
+        protocol=task.protocol,
         num_tokens=int(counts.sum()),
-        num_documents=len(losses),
+        num_documents=len(scores),
         nll=nll,
         perplexity=float(np.exp(nll)),
         ci95=confidence_interval(sums, counts, seed=0),
-        bits_per_byte=float(sums.sum() / np.log(2) / sum(document.num_bytes for document in documents)),
-        tokens_per_second=float(counts.sum() / seconds),
-        peak_memory_bytes=memory,
+        bits_per_byte=bits / sum(document.num_bytes for document in documents) if whole else None,
+        bits_per_character=bits / sum(document.num_characters for document in documents) if whole else None,
+        tokens_per_second=float(counts.sum() / sum(score.seconds for score in scores)),
+        peak_memory_bytes=max(score.peak_memory_bytes for score in scores),
+        document_nll=tuple((sums / counts).tolist()),
     )
 
 
-def _by_position(losses: list[NDArray[np.float64]], length: int, attention: AttentionMode) -> list[PositionRecord]:
-    """Mean loss by the place in the piece, in bins that double in width."""
-    edges = sorted({0, *(length >> shift for shift in range(NUM_POSITION_BINS) if length >> shift)})
-    place = np.concatenate([np.arange(len(loss)) % length for loss in losses])
-    values = np.concatenate(losses)
-    records = []
-    for start, stop in itertools.pairwise(edges):
-        inside = (place >= start) & (place < stop)
-        records.append(
-            PositionRecord(
-                attention=attention,
-                length=length,
-                start=start,
-                stop=stop,
-                num_tokens=int(inside.sum()),
-                nll=float(values[inside].mean()),
-            )
-        )
-    return records
-
-
-def _resolution(model: LoadedModel, documents: list[ScoredDocument], longest: int) -> list[ResolutionRecord]:
-    """Expected and measured scores by distance; blockwise attention never looks beyond the training length."""
-    trained = model.config.model.sequence_length
-    num_distances = min(max(RESOLUTION_FACTORS) * trained, longest)
-    device = next(model.decoder.parameters()).device
-    measured = [
-        measured_scores(model.decoder, torch.from_numpy(document.tokens[:num_distances]).to(device))
-        for document in documents[:RESOLUTION_DOCUMENTS]
-    ]
-    curves: list[tuple[int | None, NDArray[np.float64]]] = list(enumerate(np.mean(measured, axis=0)))
-    expected = expected_scores(model.decoder.positions, num_distances)
-    if expected is not None:
-        curves.append((None, expected))
-    factors = [factor for factor in RESOLUTION_FACTORS if factor * trained <= num_distances]
+def _by_position(task: Task, scores: Sequence[DocumentScore]) -> list[PositionRecord]:
+    """Mean loss by the place in the longest piece, which is the whole document."""
+    sums = np.array([score.bins for score in scores]).sum(axis=0)
     return [
-        _resolution_record(layer, scores, factor * trained, trained, attention, with_curve=factor == factors[-1])
-        for layer, scores in curves
-        for factor in factors
-        for attention in RESOLUTION_ATTENTIONS
+        PositionRecord(
+            attention=task.attention,
+            length=task.length,
+            start=start,
+            stop=stop,
+            num_tokens=(stop - start) * len(scores),
+            nll=float(total / ((stop - start) * len(scores))),
+        )
+        for (start, stop), total in zip(itertools.pairwise(bin_edges(task.length)), sums, strict=True)
     ]
-
-
-def _resolution_record(
-    layer: int | None,
-    scores: NDArray[np.float64],
-    length: int,
-    trained: int,
-    attention: Literal["causal", "blockwise"],
-    with_curve: bool,
-) -> ResolutionRecord:
-    stop = length if attention == "causal" else min(length, trained)
-    shown = (np.unique(np.geomspace(1, stop, CURVE_POINTS).astype(int)) - 1).tolist() if with_curve else []
-    return ResolutionRecord(
-        kind="theory" if layer is None else "measured",
-        layer=layer,
-        length=length,
-        attention=attention,
-        resolution=resolution(scores[:stop]),
-        distances=tuple(shown),
-        scores=tuple(float(scores[distance]) for distance in shown),
-    )

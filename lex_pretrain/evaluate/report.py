@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from lex_pretrain.evaluate import findings, plots
+from lex_pretrain.evaluate import findings, plots, tables
 from lex_pretrain.evaluate.results import Results
 from lex_pretrain.files import write_text
 
@@ -49,6 +49,31 @@ def write_report(
     `notes` are the caller's own sentences, such as what a resumption showed; `commands` made the results.
     """
     output.mkdir(parents=True, exist_ok=True)
+    environment = Environment(
+        loader=PackageLoader("lex_pretrain.evaluate"),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    first_table, *other_tables = tables.all_tables(all_results)
+    html = environment.get_template("report.html").render(
+        title=title,
+        sentences=findings.describe_all(all_results),
+        notes=notes,
+        pictures=_pictures(all_results, training, output),
+        first_table=first_table,
+        other_tables=other_tables,
+        models=all_results,
+        commands=commands or [results.command for results in all_results],
+        versions=all_results[0].versions,
+        protocols=dict.fromkeys(results.protocol_text for results in all_results),
+    )
+    write_text(output / REPORT_FILE, html)
+    return output / REPORT_FILE
+
+
+def _pictures(all_results: Sequence[Results], training: Sequence[TrainingRecord], output: Path) -> list[Picture]:
+    """Those that there is something to show in."""
     pictures = [
         Picture(
             plots.plot_perplexity(all_results, output / "perplexity.png"),
@@ -58,43 +83,19 @@ def write_report(
     if training:
         curves = {record.name: record.steps for record in training}
         resumed = [step for record in training for step in record.resumed_steps]
-        pictures.append(
-            Picture(plots.plot_training(curves, resumed, output / "training.png"), "Training loss of every step.")
-        )
-    if any(results.resolution for results in all_results):
-        pictures.append(
-            Picture(
-                plots.plot_resolution(all_results, output / "resolution.png"),
-                "Attention score by distance: what the position scheme alone gives, and what each layer learnt.",
-            )
-        )
+        file = plots.plot_training(curves, resumed, output / "training.png")
+        pictures.append(Picture(file, "Training loss of every step."))
     if any(results.by_position for results in all_results):
+        file = plots.plot_positions(all_results, output / "by_position.png")
+        pictures.append(Picture(file, "Mean loss by place in the longest piece, in bins that double in width."))
+    if any(results.resolution for results in all_results):
+        file = plots.plot_resolution(all_results, output / "resolution.png")
         pictures.append(
-            Picture(
-                plots.plot_positions(all_results, output / "by_position.png"), "Loss by place in the longest piece."
-            )
+            Picture(file, "Attention score by distance: what the scheme alone gives, and what each layer learnt.")
         )
-    pictures.append(Picture(plots.plot_speed(all_results, output / "speed.png"), "Tokens scored a second."))
-    environment = Environment(
-        loader=PackageLoader("lex_pretrain.evaluate"),
-        autoescape=select_autoescape(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    tables = [
-        ("Perplexity by length in tokens", *findings.perplexity_rows(all_results)),
-        ("Attention resolution R (bounded by 1; higher tells distances apart)", *findings.resolution_rows(all_results)),
-    ]
-    html = environment.get_template("report.html").render(
-        title=title,
-        sentences=[sentence for results in all_results for sentence in findings.describe(results)],
-        notes=notes,
-        pictures=pictures,
-        tables=[table for table in tables if table[2]],
-        models=all_results,
-        commands=commands or [results.command for results in all_results],
-        versions=all_results[0].versions,
-        protocol=all_results[0].protocol_text,
-    )
-    write_text(output / REPORT_FILE, html)
-    return output / REPORT_FILE
+    if any(results.retrieval for results in all_results):
+        file = plots.plot_retrieval(all_results, output / "retrieval.png")
+        pictures.append(Picture(file, "Percent of answer tokens found again, by depth and length."))
+    file = plots.plot_speed(all_results, output / "speed.png")
+    pictures.append(Picture(file, "What each length costs."))
+    return pictures

@@ -4,13 +4,51 @@ R(s) = sum_n e^s[n] (e^s[n] - e^s[n+1]) / (sum_n e^s[n])^2 over scores s[n] by d
 exceed 1; the paper prints values up to 1.08, so only ratios and orderings compare.
 """
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lex_pretrain.evaluate.results import ResolutionRecord
 from lex_pretrain.model.decoder import Decoder, SelfAttention
 from lex_pretrain.model.positions import AlibiPositions, RotaryPositions
+
+# Distances that the resolution is measured over, as multiples of the training length.
+FACTORS = (1, 2, 8)
+# Documents whose scores are averaged, and points of a curve that are kept.
+NUM_DOCUMENTS = 4
+NUM_CURVE_POINTS = 200
+_ATTENTIONS: tuple[Literal["causal", "blockwise"], ...] = ("causal", "blockwise")
+
+
+def measure_resolution(decoder: Decoder, documents: Sequence[NDArray[np.int64]]) -> list[ResolutionRecord]:
+    """Expected and measured scores by distance and their R, for each layer, on the first of `documents`.
+
+    Blockwise attention never looks beyond the training length, so its R is that of those distances alone.
+    """
+    trained = decoder.config.sequence_length
+    num_distances = min(max(FACTORS) * trained, len(documents[0]))
+    if decoder.config.position == "learned":
+        num_distances = min(num_distances, trained)
+    device = next(decoder.parameters()).device
+    measured = [
+        measured_scores(decoder, torch.from_numpy(document[:num_distances]).to(device))
+        for document in documents[:NUM_DOCUMENTS]
+    ]
+    curves: list[tuple[int | None, NDArray[np.float64]]] = list(enumerate(np.mean(measured, axis=0)))
+    expected = expected_scores(decoder.positions, num_distances)
+    if expected is not None:
+        curves.append((None, expected))
+    factors = [factor for factor in FACTORS if factor * trained <= num_distances]
+    return [
+        _record(layer, scores, factor * trained, trained, attention, with_curve=factor == factors[-1])
+        for layer, scores in curves
+        for factor in factors
+        for attention in _ATTENTIONS
+    ]
 
 
 def resolution(scores: NDArray[np.float64]) -> float:
@@ -80,3 +118,24 @@ def _mean_by_distance(q_THD: Tensor, k_THD: Tensor, decoder: Decoder) -> Tensor:
     if isinstance(positions, AlibiPositions):
         scores = scores - positions.slopes(q.device).mean() * distance
     return scores
+
+
+def _record(
+    layer: int | None,
+    scores: NDArray[np.float64],
+    length: int,
+    trained: int,
+    attention: Literal["causal", "blockwise"],
+    with_curve: bool,
+) -> ResolutionRecord:
+    stop = length if attention == "causal" else min(length, trained)
+    shown = (np.unique(np.geomspace(1, stop, NUM_CURVE_POINTS).astype(int)) - 1).tolist() if with_curve else []
+    return ResolutionRecord(
+        kind="theory" if layer is None else "measured",
+        layer=layer,
+        length=length,
+        attention=attention,
+        resolution=resolution(scores[:stop]),
+        distances=tuple(shown),
+        scores=tuple(float(scores[distance]) for distance in shown),
+    )
