@@ -7,7 +7,7 @@ from data_prep.duplicates import find_duplicates
 from data_prep.packing import PackJob
 from data_prep.unit_files import UnitRecord, dropped_file, json_lines, rejected_file, table_file
 from lex_pretrain.data.manifest import Account, ShardRecord, Tally
-from lex_pretrain.data.shards import documents_file, tokens_file, write_shard
+from lex_pretrain.data.shards import documents_file, tokens_file, write_array, write_shard
 from lex_pretrain.files import atomic_write
 
 
@@ -37,8 +37,7 @@ def drop_documents(job: PackJob, number: int, record: UnitRecord, dropped: dict[
         return record
     output = job.output
     table = DocumentTable.load(table_file(output, number))
-    with atomic_write(dropped_file(output, number)) as file:
-        np.save(file, np.array(sorted(dropped), dtype=np.int64), allow_pickle=False)
+    write_array(dropped_file(output, number), np.array(sorted(dropped), dtype=np.int64))
     written = [_drop_from_shard(job, shard, table, dropped) for shard in record.shards]
     lines = [
         {

@@ -8,16 +8,20 @@ from data_prep.sources import list_sources, stamp
 from lex_pretrain import __version__
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import read_json, sha256_of_file, write_json
+from lex_pretrain.tokenizer import Tokenizer
 
 JOB_FILE = "prepare.json"
 
 
 def describe_job(sources: list[str], options: PrepareOptions) -> dict[str, Any]:
-    """Everything that decides the bytes of the dataset: settings, tokenizer, and the state of every input file."""
+    """Everything that decides the bytes of the dataset: settings, tokenizer, and the state of every input file.
+
+    Raises RequestError when the tokenizer is not a model, or a source is gone.
+    """
     return {
         "version": __version__,
         "options": options.identity(),
-        "tokenizer_sha256": sha256_of_file(options.tokenizer) if options.tokenizer else None,
+        "tokenizer_sha256": sha256_of_file(Tokenizer(options.tokenizer).model_file) if options.tokenizer else None,
         "sources": [stamp(source) for source in sources],
         "evaluation_files": [stamp(source) for source in list_sources(list(options.decontaminate))],
     }

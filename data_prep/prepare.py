@@ -29,9 +29,9 @@ from data_prep.units import Unit, make_units
 from data_prep.word_runs import index_of_runs
 from lex_pretrain import __version__
 from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Account, Manifest, TokenizerRecord
-from lex_pretrain.data.shards import token_dtype
+from lex_pretrain.data.shards import token_dtype, write_array
 from lex_pretrain.errors import JobError, RequestError
-from lex_pretrain.files import atomic_write, folder_lock, sha256_of_json, write_json
+from lex_pretrain.files import folder_lock, sha256_of_json, write_json
 from lex_pretrain.progress import logger, progress
 from lex_pretrain.tokenizer import Tokenizer
 
@@ -112,8 +112,7 @@ def _index_evaluation_files(output: Path, options: PrepareOptions) -> None:
     index = index_of_runs(documents, num_words)
     if not len(index):
         raise RequestError(f"--decontaminate: no document of these files has {num_words} words in a row")
-    with atomic_write(contamination_file(output)) as file:
-        np.save(file, index, allow_pickle=False)
+    write_array(contamination_file(output), index)
     logger.info("%s runs of %d words from %d evaluation documents", f"{len(index):,}", num_words, len(documents))
 
 

@@ -34,7 +34,6 @@ def provide_tokenizer(units: list[Unit], output: Path, options: PrepareOptions, 
     file = output / TOKENIZER_FILE
     if not file.is_file():
         if options.tokenizer is not None:
-            Tokenizer(options.tokenizer)
             with atomic_write(file) as copy, options.tokenizer.open("rb") as given:
                 shutil.copyfileobj(given, copy)
         else:

@@ -1,7 +1,6 @@
 """Preparation: exact shards, a balanced account, restart, and clear words for bad input."""
 
 import gzip
-import hashlib
 import json
 import os
 import signal
@@ -22,24 +21,7 @@ from lex_pretrain.data.shards import TokenDataset, token_dtype, tokens_file
 from lex_pretrain.errors import RequestError
 from lex_pretrain.tokenizer import Tokenizer
 from tests.conftest import Program, make_text
-
-
-def options(dataset: Path, **changes: object) -> PrepareOptions:
-    """Options that reuse the shared tokenizer, so that a preparation takes no time."""
-    values = {"tokenizer": dataset / "tokenizer.model", "validation_fraction": 0.0, "test_fraction": 0.0, **changes}
-    return PrepareOptions.model_validate(values)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Checksums of everything that a preparation leaves, but for where the inputs lie."""
-    files = [*folder.rglob("*.npy"), folder / "tokenizer.model", folder / "manifest.json"]
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def texts_of(folder: Path, split: str = "train") -> list[str]:
-    dataset = TokenDataset.open(folder, split)
-    tokenizer = dataset.tokenizer()
-    return [tokenizer.decode(dataset.read(start, end - start).tolist()) for start, end in dataset.document_bounds()]
+from tests.preparing import digests, options, texts_of
 
 
 def test_every_document_comes_back_from_exactly_one_split(corpus: Path, dataset: Path) -> None:

@@ -36,6 +36,14 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
+def write_array(file: Path, values: NDArray[Any]) -> None:
+    """Write one `.npy` file by atomic rename."""
+    with atomic_write(file) as opened:
+        np.lib.format.write_array_header_1_0(opened, np.lib.format.header_data_from_array_1_0(values))
+        # Not np.save: it does not say so when the disk is full.
+        opened.write(np.ascontiguousarray(values).data)
+
+
 def write_shard(
     folder: Path,
     stem: str,
@@ -47,9 +55,8 @@ def write_shard(
     """Write both files of a shard, each by atomic rename."""
     files = tokens_file(folder, stem), documents_file(folder, stem)
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    for file, values in zip(files, (tokens, starts), strict=True):
-        with atomic_write(file) as opened:
-            np.save(opened, values, allow_pickle=False)
+    write_array(files[0], tokens)
+    write_array(files[1], starts)
     return ShardRecord(
         stem=stem,
         split=split,
