@@ -1,0 +1,16 @@
+"""Run the benchmarks named on the command line, or all of them, and show their lines."""
+
+import sys
+
+from lex_pretrain.progress import console
+from tests.benchmarks import attention, loader
+
+BENCHMARKS = {"loader": loader.run, "attention": attention.run}
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or list(BENCHMARKS)
+    if unknown := [name for name in wanted if name not in BENCHMARKS]:
+        sys.exit(f"unknown benchmark {', '.join(unknown)}; known: {', '.join(BENCHMARKS)}")
+    for name in wanted:
+        for line in BENCHMARKS[name]():
+            console.print(line)
