@@ -43,6 +43,5 @@ def run() -> list[str]:
         loader = Loader([TokenDataset(folder, "train", manifest)], [1.0], SEQUENCE_LENGTH, seed=1)
         samples = np.arange(BATCH_SIZE)
         seconds = median_seconds({"load": lambda: loader.windows(samples)})
-        num_tokens = BATCH_SIZE * SEQUENCE_LENGTH
         rate = BATCH_SIZE * SEQUENCE_LENGTH / seconds["load"]
         return [f"loader: {rate / 1e6:,.0f} M tokens/s in batches of {BATCH_SIZE} x {SEQUENCE_LENGTH}"]
