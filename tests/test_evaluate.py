@@ -18,8 +18,9 @@ from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.evaluate.documents import load_documents
 from lex_pretrain.evaluate.evaluation import EvaluationRequest, evaluate
+from lex_pretrain.evaluate.intervals import paired_change, perplexity_interval
 from lex_pretrain.evaluate.memory import peak_memory_bytes, reset_peak_memory
-from lex_pretrain.evaluate.perplexity import confidence_interval, score_fixed_targets, score_pieces
+from lex_pretrain.evaluate.perplexity import score_fixed_targets, score_pieces
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
 from lex_pretrain.evaluate.results import Results, ScoringMode
 from lex_pretrain.hardware import evaluation_dtype
@@ -141,11 +142,25 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary_at_every_length() 
 
 def test_intervals_are_nothing_wide_for_equal_documents_and_hold_the_mean() -> None:
     counts = np.full(10, 100)
-    low, high = confidence_interval(np.full(10, 200.0), counts, seed=0)
-    assert (low, high) == pytest.approx((math.exp(2), math.exp(2)))
-    sums = np.linspace(150, 250, 10)
-    low, high = confidence_interval(sums, counts, seed=0)
+    assert perplexity_interval(np.full(10, 200.0), counts) == pytest.approx((math.exp(2), math.exp(2)))
+    low, high = perplexity_interval(np.linspace(150, 250, 10), counts)
     assert low < math.exp(2) < high
+
+
+def test_interval_of_many_documents_is_that_of_the_normal_law() -> None:
+    losses = np.random.default_rng(5).normal(2.0, 0.3, 400)
+    low, high = perplexity_interval(losses * 50, np.full(400, 50))
+    error = 1.96 * losses.std() / 20
+    assert (math.log(low), math.log(high)) == pytest.approx((losses.mean() - error, losses.mean() + error), abs=0.004)
+
+
+def test_paired_change_sees_what_the_spread_of_documents_hides() -> None:
+    before = np.random.default_rng(5).normal(3.0, 1.0, 50)
+    change, low, high = paired_change(before, before - 0.01)
+    assert (change, low, high) == pytest.approx((math.exp(-0.01) - 1,) * 3)
+    change, low, high = paired_change(before, before + np.tile([0.1, -0.1], 25))
+    assert change == pytest.approx(0, abs=1e-12)
+    assert low < change < high
 
 
 def test_resolution_by_hand_and_without_overflow() -> None:

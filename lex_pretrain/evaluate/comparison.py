@@ -20,7 +20,9 @@ def compare(folders: Sequence[Path], output: Path, command: str) -> tuple[list[R
     """
     all_results = [Results.load(folder) for folder in folders]
     output.mkdir(parents=True, exist_ok=True)
-    parts = ["# Comparison\n", "".join(f"- {sentence}\n" for sentence in findings.describe_all(all_results))]
+    parts = ["# Comparison\n"]
+    for heading, sentences in findings.describe_all(all_results):
+        parts.append(f"## {heading}\n\n" + "".join(f"- {sentence}\n" for sentence in sentences))
     parts += [table.markdown() for table in tables.all_tables(all_results)]
     write_text(output / TABLE_FILE, "\n".join(parts))
     commands = [*dict.fromkeys(results.command for results in all_results), command]

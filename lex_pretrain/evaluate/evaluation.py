@@ -17,7 +17,7 @@ from lex_pretrain import __version__
 from lex_pretrain.config import AttentionMode, Precision
 from lex_pretrain.errors import RequestError
 from lex_pretrain.evaluate.documents import ReadTexts, ScoredDocument, documents_sha256, load_documents
-from lex_pretrain.evaluate.perplexity import confidence_interval
+from lex_pretrain.evaluate.intervals import perplexity_interval
 from lex_pretrain.evaluate.resolution import measure_resolution
 from lex_pretrain.evaluate.results import (
     PerplexityRecord,
@@ -200,7 +200,7 @@ def _perplexity_record(
         num_documents=len(scores),
         nll=nll,
         perplexity=float(np.exp(nll)),
-        ci95=confidence_interval(sums, counts, seed=0),
+        ci95=perplexity_interval(sums, counts),
         bits_per_byte=bits / sum(document.num_bytes for document in documents) if whole else None,
         bits_per_character=bits / sum(document.num_characters for document in documents) if whole else None,
         tokens_per_second=float(counts.sum() / sum(score.seconds for score in scores)),

@@ -1,23 +1,34 @@
-"""What the numbers say, in words; every sentence is computed."""
+"""What the numbers say, in words; every sentence is computed.
+
+Changes stand with 95 % bootstrap intervals over documents that pair each document with itself.
+"""
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from lex_pretrain.evaluate.intervals import paired_change
 from lex_pretrain.evaluate.results import PerplexityRecord, Results, ScoringMode, distinct_labels
 
 # R at twice the training length over R at the training length, from table 3 of arXiv 2212.10554 (1024 and 2048).
 PAPER_RESOLUTION_RATIOS = {"xpos": 0.54 / 0.98, "rope": 0.08 / 0.91, "alibi": 0.88 / 0.81, "sinusoidal": 0.28 / 0.87}
 
 
-def describe_all(all_results: Sequence[Results]) -> list[str]:
-    """Sentences about each model, and about how they compare."""
-    labels = distinct_labels(all_results)
-    sentences = [
-        sentence for label, results in zip(labels, all_results, strict=True) for sentence in describe(results, label)
-    ]
-    return sentences + (compare(all_results) if len(all_results) > 1 else [])
+class Finding(NamedTuple):
+    """What is spoken of, and the sentences about it."""
+
+    heading: str
+    sentences: list[str]
+
+
+def describe_all(all_results: Sequence[Results]) -> list[Finding]:
+    """How the models compare, where there are several, and then each of them."""
+    findings = [Finding("The models beside each other", compare(all_results))] if len(all_results) > 1 else []
+    for label, results in zip(distinct_labels(all_results), all_results, strict=True):
+        findings.append(Finding(label, describe(results, label)))
+    return findings
 
 
 def describe(results: Results, label: str) -> list[str]:
@@ -40,22 +51,22 @@ def _trend(label: str, mode: ScoringMode, records: Sequence[PerplexityRecord], t
     at_training = next((record for record in records if record.length == trained), None)
     if at_training is None or longest.length <= trained:
         return start + "."
-    change = longest.perplexity / at_training.perplexity - 1
+    change = _change(at_training, longest)
     past = [record for record in records if record.length >= trained]
     falls = all(after.perplexity < before.perplexity for before, after in itertools.pairwise(past))
     end = f"; from {trained:,} to {longest.length:,} tokens ({longest.length / trained:g} times the training length) "
     if falls:
-        return start + end + f"its perplexity keeps falling, to {longest.perplexity:.2f} ({change:+.1%})."
-    return start + end + f"it goes from {at_training.perplexity:.2f} to {longest.perplexity:.2f} ({change:+.1%})."
+        return start + end + f"its perplexity keeps falling, to {longest.perplexity:.2f} ({change})."
+    return start + end + f"it goes from {at_training.perplexity:.2f} to {longest.perplexity:.2f} ({change})."
 
 
 def _against_full(label: str, mode: ScoringMode, full: PerplexityRecord, other: PerplexityRecord) -> str:
-    change = other.perplexity / full.perplexity - 1
+    lowers = other.perplexity < full.perplexity
     speed = other.tokens_per_second / full.tokens_per_second
     return (
-        f"At {full.length:,} tokens, {mode} attention {'lowers' if change < 0 else 'raises'} {label}'s perplexity from "
-        f"{full.perplexity:.2f} to {other.perplexity:.2f} ({change:+.1%}), at {speed:.2g} times the speed of full "
-        "attention."
+        f"At {full.length:,} tokens, {mode} attention {'lowers' if lowers else 'raises'} {label}'s perplexity from "
+        f"{full.perplexity:.2f} to {other.perplexity:.2f} ({_change(full, other)}), at {speed:.2g} times the speed of "
+        "full attention."
     )
 
 
@@ -65,22 +76,28 @@ def _value_of_context(label: str, mode: ScoringMode, records: Sequence[Perplexit
         f"The same {shortest.num_tokens:,} tokens, read by {label} with {mode} attention from a longer and longer "
         f"context, go from {shortest.perplexity:.2f} ({shortest.length:,} tokens) "
     )
-    middle = next((record for record in records[1:-1] if record.length == trained), None)
-    if middle is not None:
-        text += f"over {middle.perplexity:.2f} ({trained:,}) "
-    return text + f"to {longest.perplexity:.2f} ({longest.length:,})."
+    at_training = next((record for record in records[1:-1] if record.length == trained), None)
+    if at_training is None:
+        return text + f"to {longest.perplexity:.2f} ({longest.length:,}): {_change(shortest, longest)}."
+    return text + (
+        f"over {at_training.perplexity:.2f} ({trained:,}) to {longest.perplexity:.2f} ({longest.length:,}): what lies "
+        f"beyond the training length changes {_change(at_training, longest)}."
+    )
 
 
 def _retrieval(results: Results, label: str) -> list[str]:
+    """What is found again in the longest context, for each attention."""
     sentences = []
-    for task, mode in dict.fromkeys((record.task, record.attention) for record in results.retrieval):
-        cells = [r for r in results.retrieval if (r.task, r.attention) == (task, mode)]
-        longest = max(cell.length for cell in cells)
-        at_longest = [cell for cell in cells if cell.length == longest]
-        early, late = min(at_longest, key=lambda cell: cell.depth), max(at_longest, key=lambda cell: cell.depth)
+    longest = max((record.length for record in results.retrieval), default=0)
+    for mode in dict.fromkeys(record.attention for record in results.retrieval):
+        parts = []
+        for task in dict.fromkeys(record.task for record in results.retrieval):
+            cells = [r for r in results.retrieval if (r.task, r.attention, r.length) == (task, mode, longest)]
+            first, last = min(cells, key=lambda cell: cell.depth), max(cells, key=lambda cell: cell.depth)
+            parts.append(f"{task} {last.accuracy:.0%} when said last and {first.accuracy:.0%} when said first")
         sentences.append(
-            f"Retrieval, {task}, {label} with {mode} attention in {longest:,} tokens: {late.accuracy:.0%} of the "
-            f"answer's tokens right when it was said last, {early.accuracy:.0%} when it was said first."
+            f"Of what it is asked to find again in {longest:,} tokens, {label} with {mode} attention gets right: "
+            f"{'; '.join(parts)} (of the answers' tokens)."
         )
     return sentences
 
@@ -126,17 +143,15 @@ def compare(all_results: Sequence[Results]) -> list[str]:
             key=lambda item: item[0].perplexity,
         )
         best, best_label = ranked[0]
-        others = [f"{label} {_difference(best, record)}" for record, label in ranked[1:]]
+        others = [f"{label} {_change(best, record)}" for record, label in ranked[1:]]
         sentences.append(
             f"At {max(common):,} tokens with {mode} attention {best_label} is lowest ({best.perplexity:.2f}); against "
-            f"it {', '.join(others)} (95 % intervals over the same documents)."
+            f"it {', '.join(others)}."
         )
     return sentences
 
 
-def _difference(best: PerplexityRecord, other: PerplexityRecord) -> str:
-    """How much higher another's perplexity is, with a paired bootstrap interval: both scored the same documents."""
-    differences = np.array(other.document_nll) - np.array(best.document_nll)
-    draws = np.random.default_rng(0).integers(0, len(differences), size=(2000, len(differences)))
-    low, high = np.expm1(np.percentile(differences[draws].mean(axis=1), [2.5, 97.5]))
-    return f"{np.expm1(differences.mean()):+.1%} [{low:+.1%}, {high:+.1%}]"
+def _change(before: PerplexityRecord, after: PerplexityRecord) -> str:
+    """How the perplexity differs between two records of the same documents, with its paired interval."""
+    change, low, high = paired_change(before.document_nll, after.document_nll)
+    return f"{change:+.1%}" if before.num_documents == 1 else f"{change:+.1%} [{low:+.1%}, {high:+.1%}]"

@@ -163,12 +163,3 @@ def _pieces(document: NDArray[np.int64], starts: Sequence[int], length: int, eod
         inputs[row, 0] = document[start - 1] if start else eod_id
         inputs[row, 1 : len(piece)] = piece[:-1]
     return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-
-def confidence_interval(sums: NDArray[np.float64], counts: NDArray[np.int64], seed: int) -> tuple[float, float]:
-    """95 % bootstrap interval of the perplexity, from 2,000 draws of documents with replacement."""
-    generator = np.random.default_rng(seed)
-    draws = generator.integers(0, len(sums), size=(2000, len(sums)))
-    perplexities = np.exp(sums[draws].sum(axis=1) / counts[draws].sum(axis=1))
-    low, high = np.percentile(perplexities, [2.5, 97.5])
-    return float(low), float(high)

@@ -7,8 +7,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from lex_pretrain.evaluate.intervals import paired_change
 from lex_pretrain.evaluate.results import PerplexityRecord, Results, RetrievalRecord, distinct_labels
 
 matplotlib.use("Agg")
@@ -89,28 +90,29 @@ def _mark_training_length(axes: Any, all_results: Sequence[Results]) -> None:
 
 
 def plot_perplexity(all_results: Sequence[Results], file: Path) -> Path:
-    """Perplexity against length: a line for every model and attention, with its intervals."""
+    """Perplexity against length: a line for every model and attention, with intervals of its change."""
     figure, (axes,) = _figure(height=5.0)
     lengths = [record.length for results in all_results for record in results.perplexity]
+    trained = {results.training_length for results in all_results}
     for shift, (style, records) in enumerate(_curves(all_results)):
-        perplexity = np.array([record.perplexity for record in records])
-        low, high = np.array([record.ci95 for record in records]).T
+        base = next((record for record in records if record.length in trained), records[0])
+        changes = np.array([paired_change(base.document_nll, record.document_nll) for record in records])
+        value, low, high = base.perplexity * (1 + changes.T)
         # Lines stand a little beside each other, so that their intervals can be told apart.
         axes.errorbar(
             [record.length * 1.03**shift for record in records],
-            perplexity,
-            yerr=[perplexity - low, high - perplexity],
-            elinewidth=0.7,
-            ecolor=(style["color"], 0.4),
+            value,
+            yerr=[value - low, high - value],
+            elinewidth=0.9,
+            capsize=2,
+            ecolor=(style["color"], 0.6),
             **style,
         )
     _mark_training_length(axes, all_results)
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # Within a decade there may be no power of ten to label.
-    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if high / low < 10 else (1, 2, 5)))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter() if high / low > 1.5 else FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     _length_axis(axes, lengths, "length in tokens")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title("Perplexity against length, on held-out documents")
@@ -121,8 +123,11 @@ def plot_perplexity(all_results: Sequence[Results], file: Path) -> Path:
 def plot_training(curves: dict[str, Sequence[dict[str, Any]]], resumed_steps: Sequence[int], file: Path) -> Path:
     """Training loss by step, from the steps of `metrics.jsonl`; resumptions are marked."""
     figure, (axes,) = _figure()
-    for color, (name, steps) in zip(itertools.cycle(_COLORS), curves.items(), strict=False):
-        axes.plot([step["step"] for step in steps], [step["loss"] for step in steps], color=color, label=name, lw=1.2)
+    # Twins train nearly alike: dashes keep the line below in sight.
+    looks = zip(itertools.cycle(_COLORS), itertools.cycle(("-", "--", "-.", ":")), curves.items(), strict=False)
+    for color, line, (name, steps) in looks:
+        losses = [step["loss"] for step in steps]
+        axes.plot([step["step"] for step in steps], losses, line, color=color, label=name, lw=1.2)
     for number, step in enumerate(sorted(set(resumed_steps))):
         axes.axvline(step, color="#888888", ls=":", label="stopped and resumed" if number == 0 else None)
     axes.set_xlabel("step")
@@ -197,7 +202,7 @@ def plot_retrieval(all_results: Sequence[Results], file: Path) -> Path:
     num_rows = -(-len(groups) // 2)
     with pyplot.rc_context(_FONT):
         figure, grid = pyplot.subplots(
-            num_rows, 2, figsize=(_WIDTH_INCHES, 2.5 * num_rows), dpi=160, layout="constrained", squeeze=False
+            num_rows, 2, figsize=(_WIDTH_INCHES, 2.1 * num_rows), dpi=160, layout="constrained", squeeze=False
         )
     for axes in grid.flat[len(groups) :]:
         axes.set_axis_off()

@@ -58,7 +58,7 @@ def write_report(
     first_table, *other_tables = tables.all_tables(all_results)
     html = environment.get_template("report.html").render(
         title=title,
-        sentences=findings.describe_all(all_results),
+        findings=findings.describe_all(all_results),
         notes=notes,
         pictures=_pictures(all_results, training, output),
         first_table=first_table,
@@ -77,7 +77,8 @@ def _pictures(all_results: Sequence[Results], training: Sequence[TrainingRecord]
     pictures = [
         Picture(
             plots.plot_perplexity(all_results, output / "perplexity.png"),
-            "Perplexity at each length; bars are 95 % bootstrap intervals over documents.",
+            "Perplexity at each length. Bars are 95 % bootstrap intervals of the change from the training length, each "
+            "document paired with itself.",
         )
     ]
     if training:
