@@ -101,23 +101,32 @@ class TokenDataset:
         return Tokenizer(self.folder / TOKENIZER_FILE)
 
     def read(self, start: int, num_tokens: int) -> Tokens:
-        """Tokens start .. start + num_tokens - 1 of the stream, across shard borders."""
+        """Tokens start .. start + num_tokens - 1 of the stream, across shard borders; IndexError beyond its ends."""
         if start < 0 or start + num_tokens > self.num_tokens:
             raise IndexError(f"tokens {start} to {start + num_tokens} of {self.num_tokens}")
-        parts: list[Any] = []
+        tokens: Tokens = np.empty(num_tokens, dtype=self.manifest.dtype)
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while num_tokens > 0:
-            offset = start - int(self._starts[index])
-            part = self._map(index)[offset : offset + num_tokens]
-            parts.append(part)
-            start, num_tokens, index = start + len(part), num_tokens - len(part), index + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        done = 0
+        while done < num_tokens:
+            offset = start + done - int(self._starts[index])
+            part = self._map(index)[offset : offset + num_tokens - done]
+            tokens[done : done + len(part)] = part
+            done, index = done + len(part), index + 1
+        return tokens
 
     def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Windows [B, length] of the stream."""
+        """Windows [B, length] of the stream; IndexError beyond its ends."""
+        if len(starts) and (starts.min() < 0 or starts.max() + length > self.num_tokens):
+            raise IndexError(f"windows of {length} tokens at {starts.min()} to {starts.max()} of {self.num_tokens}")
         windows = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in enumerate(starts.tolist()):
-            windows[row] = self.read(start, length)
+        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        offsets = starts - self._starts[shards]
+        inside = starts + length <= self._starts[shards + 1]
+        for row, shard, offset in zip(range(len(starts)), shards.tolist(), offsets.tolist(), strict=True):
+            if inside[row]:
+                windows[row] = self._map(shard)[offset : offset + length]
+            else:
+                windows[row] = self.read(int(starts[row]), length)
         return windows
 
     def document_bounds(self) -> Iterator[tuple[int, int]]:
@@ -140,5 +149,6 @@ class TokenDataset:
                 raise RequestError(f"shard {file} cannot be read: {error}") from error
             if len(mapped) != shard.num_tokens:
                 raise RequestError(f"shard {file} holds {len(mapped)} tokens, and the manifest says {shard.num_tokens}")
-            self._maps[index] = mapped
+            # A plain view: slicing a memmap costs more than copying a short window.
+            self._maps[index] = np.asarray(mapped)
         return self._maps[index]
