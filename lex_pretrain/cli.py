@@ -285,9 +285,11 @@ def compare(
 @app.command()
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")],
+    prompt: Annotated[list[str], typer.Option(help="text to go on from; give it again for a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at the most")] = 200,
-    attention: Annotated[str, typer.Option(help="attention mode: blockwise (bounded cache) or causal")] = "blockwise",
+    attention: Annotated[
+        str, typer.Option(help="attention mode: blockwise, sliding, sinks (bounded cache) or causal")
+    ] = "blockwise",
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 samples as trained")
     ] = 0.8,
@@ -295,17 +297,39 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="sample among the likeliest tokens of this mass")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 1,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="drop tokens below this share of the likeliest one's probability")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1 makes tokens seen before less likely")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given again")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 1,
 ) -> None:
     """Go on from a prompt, printed as it comes; the cache never holds more than two blocks with blockwise attention."""
     from lex_pretrain.config import AttentionMode
-    from lex_pretrain.generation import Sampling, generate_text
+    from lex_pretrain.generation import Generator, Sampling
 
     if attention not in get_args(AttentionMode):
         raise RequestError(f"--attention {attention} is unknown; known: {', '.join(get_args(AttentionMode))}")
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    typer.echo(prompt, nl=False)
-    for part in generate_text(run, prompt, max_new_tokens, cast(Any, attention), sampling):
+    sampling = _validated(
+        Sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    stop_strings = stop or []
+    if "" in stop_strings:
+        raise RequestError("--stop is empty; give the text to end before")
+    generator = Generator(run, cast(Any, attention))
+    if len(prompt) > 1:
+        for start, text in zip(prompt, generator.complete(prompt, max_new_tokens, sampling, stop_strings), strict=True):
+            typer.echo(f"{start}{text}\n")
+        return
+    parts = generator.stream(prompt[0], max_new_tokens, sampling, stop_strings)
+    typer.echo(prompt[0], nl=False)
+    for part in parts:
         typer.echo(part, nl=False)
         sys.stdout.flush()
     typer.echo()

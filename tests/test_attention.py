@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.positions import AlibiPositions, XPosPositions, make_positions, rotate
+from lex_pretrain.model.positions import AlibiPositions, RotaryPositions, XPosPositions, make_positions, rotate
 from tests import references
 
 CPU = torch.device("cpu")
@@ -261,15 +261,29 @@ def test_alibi_slopes_for_any_number_of_heads(num_heads: int) -> None:
     assert slopes == pytest.approx([references.alibi_slope(head, num_heads) for head in range(num_heads)])
 
 
-def test_half_precision_module_keeps_angles() -> None:
-    """A fault of public code: positions in a bf16 buffer, of which only 641 of the first 2,048 are distinct."""
+@pytest.mark.parametrize("scheme", ["xpos", "rope", "alibi"])
+def test_half_precision_module_keeps_positions_exact(scheme: str) -> None:
+    """A fault of public code: positions in a bf16 buffer, of which only 641 of the first 2,048 are distinct, or an
+    ALiBi bias made in half precision. The scores of a cast module are those of exact positions on its own vectors."""
     torch.manual_seed(0)
-    decoder = Decoder(model_section(num_layers=1, hidden_size=32, num_heads=1, sequence_length=2048)).eval()
-    tokens = torch.randint(0, 40, (1, 2048))
-    with torch.inference_mode():
-        exact = decoder(tokens).softmax(dim=-1)
-        rounded = decoder.bfloat16()(tokens).float().softmax(dim=-1)
-    assert (exact - rounded).abs().max() < 0.02
+    config = model_section(position=scheme, num_layers=1, hidden_size=32, num_heads=1, sequence_length=2048)
+    decoder = Decoder(config).bfloat16()
+    num_tokens, last = 2048, 2047
+    q, k, v = (torch.randn(num_tokens, 1, 32).bfloat16() for _ in range(3))
+    attend = make_attention("causal", config, decoder.positions, 0, num_tokens)
+    found = attend(q[None], k[None], v[None], None, 0.0)[0, last, 0]
+    scores = references.scores(
+        scheme,
+        q[last, 0],
+        k[:, 0],
+        list(range(last, -1, -1)),
+        head=0,
+        num_heads=1,
+        gamma=config.xpos_gamma,
+        base=config.resolved_xpos_scale_base,
+    )
+    expected = scores.softmax(dim=0) @ v[:, 0].double()
+    torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=8e-3)
 
 
 def test_learned_positions_end_with_a_reason() -> None:
@@ -277,3 +291,57 @@ def test_learned_positions_end_with_a_reason() -> None:
     decoder(torch.zeros(1, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="cannot extrapolate"):
         decoder(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_scaled_rope_angles_are_those_of_their_papers() -> None:
+    """Each angle by its formula: all slowed, theta raised, or blended by turns in the training length."""
+
+    def angles(method: str) -> list[float]:
+        config = model_section(
+            position="rope",
+            hidden_size=64,
+            num_heads=1,
+            sequence_length=512,
+            rope_scaling=method,
+            rope_scaling_factor=8.0,
+        )
+        positions = make_positions(config)
+        assert isinstance(positions, RotaryPositions)
+        return positions.angles(CPU).tolist()
+
+    plain = [10000.0 ** (-2 * i / 64) for i in range(32)]
+    assert angles("none") == pytest.approx(plain)
+    assert angles("linear") == pytest.approx([angle / 8 for angle in plain])
+    raised_theta = 10000.0 * 8.0 ** (64 / 62)
+    assert angles("ntk") == pytest.approx([raised_theta ** (-2 * i / 64) for i in range(32)])
+    assert angles("ntk")[-1] == pytest.approx(plain[-1] / 8)
+    for found, angle in zip(angles("yarn"), plain, strict=True):
+        turns = 512 / (2 * math.pi / angle)
+        kept = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
+        assert found == pytest.approx((1 - kept) * angle / 8 + kept * angle)
+
+
+def test_yarn_sharpens_scores_by_the_factor_of_its_paper() -> None:
+    config = model_section(position="rope", rope_scaling="yarn", rope_scaling_factor=8.0)
+    factors = make_positions(config).rotation(0, 3, "query", CPU)
+    assert factors is not None
+    # The paper divides scores by t with sqrt(1/t) = 0.1 ln(s) + 1; half of it falls to queries, half to keys.
+    torch.testing.assert_close(factors.abs(), torch.full_like(factors.abs(), 0.1 * math.log(8.0) + 1))
+
+
+def test_shared_decay_is_one_number_and_the_mean_of_the_others() -> None:
+    shared, separate = (
+        XPosPositions(16, 10000.0, 0.4, 512.0, shared_decay=shared).log_scales(CPU) for shared in (True, False)
+    )
+    assert shared.unique().numel() == 1
+    assert float(shared.sum()) == pytest.approx(float(separate.sum()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_causal_attention_stays_finite_at_131072_tokens(dtype: torch.dtype) -> None:
+    """With the paper's scale base of 512, where one centre for all positions holds to about 72,000 in float32."""
+    config = model_section(num_layers=1, hidden_size=8, num_heads=1, sequence_length=1024)
+    decoder = Decoder(config).eval().to(dtype)
+    with torch.inference_mode():
+        assert decoder.hidden_states(torch.randint(0, 40, (1, 131_072)), "causal").isfinite().all()

@@ -150,10 +150,10 @@ class AlibiPositions(Positions):
         return torch.pow(2.0, -torch.tensor(exponents, dtype=torch.float64, device=device))
 
     def bias(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        query = torch.arange(num_keys - num_queries, num_keys, dtype=torch.float64, device=device)
-        key = torch.arange(num_keys, dtype=torch.float64, device=device)
-        distance = query[:, None] - key[None, :]
-        return (-self.slopes(device)[:, None, None] * distance).float()
+        # Rows are the same numbers shifted by one, so they are cut from one row instead of computed.
+        farthest_first = torch.arange(num_keys - 1, -num_queries, -1, dtype=torch.float64, device=device)
+        by_distance = (-self.slopes(device)[:, None] * farthest_first).float()
+        return by_distance.unfold(1, num_keys, 1).flip(1)
 
 
 class SinusoidalPositions(Positions):
