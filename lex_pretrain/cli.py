@@ -207,6 +207,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help="split of a dataset folder to score")] = "test",
     text_key: Annotated[str, typer.Option(help="key of the text in .jsonl, .parquet, .csv")] = "text",
     max_documents: Annotated[int, typer.Option(min=1, help="documents to score at the most")] = 64,
+    rope_scaling: Annotated[
+        str | None, typer.Option(help="linear, ntk or yarn: stretch RoPE to the longest length, for comparison")
+    ] = None,
     retrieval_trials: Annotated[int, typer.Option(min=0, help="trials of each retrieval task and depth")] = 4,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; that of the training if not given")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print results.json on stdout")] = False,
@@ -217,6 +220,7 @@ def evaluate(
     from lex_pretrain.evaluate.report import write_report
     from lex_pretrain.evaluate.results import WindowMode
     from lex_pretrain.evaluate.tables import summary_table
+    from lex_pretrain.model.positions import RopeScaling
 
     if not data:
         raise RequestError("--data is missing: a dataset folder, or text files that the model was not trained on")
@@ -230,6 +234,8 @@ def evaluate(
         raise RequestError(f"--attention {', '.join(wrong)} is unknown; known: {', '.join(known)}")
     if precision not in (None, *get_args(Precision)):
         raise RequestError(f"--precision {precision} is unknown; known: {', '.join(get_args(Precision))}")
+    if rope_scaling not in (None, *get_args(RopeScaling)):
+        raise RequestError(f"--rope-scaling {rope_scaling} is unknown; known: {', '.join(get_args(RopeScaling))}")
     request = EvaluationRequest(
         run_or_checkpoint=run,
         data=[*data, *(more_data or [])],
@@ -241,6 +247,7 @@ def evaluate(
         max_documents=max_documents,
         retrieval_trials=retrieval_trials,
         precision=cast(Any, precision),
+        rope_scaling=cast(Any, rope_scaling),
     )
     results = evaluate(request, lambda given: _read_texts(given, text_key))
     if results is None:

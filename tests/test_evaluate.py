@@ -1,5 +1,6 @@
 """The evaluator against hand-made cases and a naive loop."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -26,7 +27,9 @@ from lex_pretrain.evaluate.results import Results, ScoringMode
 from lex_pretrain.hardware import evaluation_dtype
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import load_decoder
+from lex_pretrain.model.positions import make_positions
 from lex_pretrain.progress import logger
+from lex_pretrain.tokenizer import Tokenizer
 from tests.conftest import Program
 from tests.test_attention import model_section
 
@@ -124,7 +127,7 @@ def test_batches_and_streamed_parts_change_nothing(
 ) -> None:
     document = np.random.default_rng(2).integers(2, 40, 100)
     before = [score_pieces(decoder, document, length, mode, EOD) for length in (8, 100)]
-    for name, value in (("BATCH_TOKENS", 7), ("_LOGIT_POSITIONS", 3)):
+    for name, value in (("BATCH_TOKENS", 7), ("LOGIT_POSITIONS", {"cpu": 3})):
         monkeypatch.setattr(f"lex_pretrain.evaluate.perplexity.{name}", value)
         after = [score_pieces(decoder, document, length, mode, EOD) for length in (8, 100)]
         for old, new in zip(before, after, strict=True):
@@ -193,6 +196,16 @@ def test_measured_scores_are_means_over_all_pairs(position: str) -> None:
             for h in range(3)
         ]
         assert found[distance] == pytest.approx(np.mean(scores), abs=1e-5)
+
+
+def test_measured_scores_of_stretched_rope_hold_its_size() -> None:
+    """At distance 0 no angle matters, so YaRN's scores are the plain ones times its magnitude, once for q and for k."""
+    torch.manual_seed(0)
+    decoder = Decoder(model_section(position="rope", num_layers=1)).eval()
+    tokens = torch.randint(0, 40, (11,))
+    plain = measured_scores(decoder, tokens)[0]
+    decoder.positions = make_positions(model_section(position="rope", rope_scaling="yarn", rope_scaling_factor=4.0))
+    assert measured_scores(decoder, tokens)[0][0] == pytest.approx(plain[0] * (0.1 * math.log(4) + 1) ** 2)
 
 
 def test_expected_scores_are_the_papers_sum() -> None:
@@ -282,6 +295,29 @@ def test_a_loss_that_is_not_finite_ends_the_job_with_the_place(
         evaluate(request(checkpoint, dataset, tmp_path / "out"), no_texts)
 
 
+def test_rope_is_stretched_to_the_longest_length(
+    checkpoint: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = dataclasses.replace(request(checkpoint, dataset, tmp_path / "out"), rope_scaling="linear")
+    with pytest.raises(RequestError, match="needs a model with position rope, and this one has xpos"):
+        evaluate(wanted, no_texts)
+    config = (checkpoint / "config.yaml").read_text()
+    (checkpoint / "config.yaml").write_text(config.replace("position: xpos", "position: rope"))
+    results = evaluate(wanted, no_texts)
+    assert results is not None
+    assert results.position == "rope+linear"
+    decoder = load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype).decoder
+    section = decoder.config.model_copy(update={"rope_scaling": "linear", "rope_scaling_factor": 64 / 32})
+    decoder.positions = make_positions(section)
+    tokenizer = Tokenizer(checkpoint / "tokenizer.model")
+    documents = load_documents([str(dataset)], "test", tokenizer, 64, 5, no_texts)
+    for length in (16, 64):
+        losses = [score_pieces(decoder, document.tokens, length, "causal", tokenizer.eod_id) for document in documents]
+        found = results.find("causal", length)
+        assert found is not None
+        assert found.nll == pytest.approx(np.mean(losses), rel=1e-6)
+
+
 def test_peak_memory_is_that_of_the_stretch() -> None:
     cpu = torch.device("cpu")
     size = 256 * 2**20
@@ -348,6 +384,7 @@ def test_bad_requests_end_with_2(
         (["--data", dataset, "--lengths", "1"], "lengths of at least 2 tokens"),
         (["--data", dataset, "--attention", "blokwise"], "--attention blokwise is unknown; known: causal, blockwise"),
         (["--data", dataset, "--precision", "int8"], "--precision int8 is unknown"),
+        (["--data", dataset, "--rope-scaling", "more"], "--rope-scaling more is unknown; known: linear, ntk, yarn"),
         (["--data", dataset, "--split", "nowhere", "--lengths", "8"], "has no nowhere split"),
         ([], "--data is missing"),
         (["--data", tmp_path / "no.txt", "--lengths", "8"], "no.txt does not exist"),

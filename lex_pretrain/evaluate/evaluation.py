@@ -1,5 +1,6 @@
 """One evaluation: perplexity by length under every attention, retrieval, attention resolution, and `results.json`."""
 
+import dataclasses
 import itertools
 import os
 import platform
@@ -32,6 +33,7 @@ from lex_pretrain.evaluate.scoring import DocumentScore, Task, bin_edges, score_
 from lex_pretrain.files import sha256_of_json
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE, LoadedModel, load_decoder
+from lex_pretrain.model.positions import RopeScaling, make_positions
 from lex_pretrain.ranks import find_ranks, join_process_group, leave_process_group
 from lex_pretrain.tokenizer import Tokenizer
 
@@ -50,7 +52,10 @@ PROTOCOL_TEXT = (
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate, on what, and how; `precision` None is that of the training."""
+    """What to evaluate, on what, and how; `precision` None is that of the training.
+
+    `rope_scaling` stretches RoPE to the longest length; the model itself stays as it was trained.
+    """
 
     run_or_checkpoint: Path
     data: Sequence[str]
@@ -62,6 +67,7 @@ class EvaluationRequest:
     max_documents: int = 64
     retrieval_trials: int = 4
     precision: Precision | None = None
+    rope_scaling: RopeScaling | None = None
 
 
 def evaluate(request: EvaluationRequest, read_texts: ReadTexts) -> Results | None:
@@ -79,6 +85,8 @@ def evaluate(request: EvaluationRequest, read_texts: ReadTexts) -> Results | Non
         device_of_rank(ranks.local_rank),
         lambda trained: evaluation_dtype(request.precision or trained),
     )
+    if request.rope_scaling is not None:
+        model = _stretch_rope(model, request.rope_scaling, lengths[-1])
     attentions = list(dict.fromkeys(request.attentions))
     _check_learned_positions(model, lengths, attentions)
     tokenizer = Tokenizer(model.tokenizer_file)
@@ -132,6 +140,19 @@ def _unfinished_folder(output: Path, model: LoadedModel, documents: Sequence[Sco
     return folder
 
 
+def _stretch_rope(model: LoadedModel, scaling: RopeScaling, longest: int) -> LoadedModel:
+    """The model with RoPE fit to `longest` tokens; no parameter changes."""
+    section = model.config.model
+    if section.position != "rope":
+        raise RequestError(
+            f"--rope-scaling {scaling} needs a model with position rope, and this one has {section.position}"
+        )
+    factor = max(1.0, longest / section.sequence_length)
+    section = section.model_copy(update={"rope_scaling": scaling, "rope_scaling_factor": factor})
+    model.decoder.positions = make_positions(section)
+    return dataclasses.replace(model, config=model.config.model_copy(update={"model": section}))
+
+
 def _check_learned_positions(model: LoadedModel, lengths: Sequence[int], attentions: Sequence[ScoringMode]) -> None:
     trained = model.config.model.sequence_length
     if model.config.model.position != "learned" or lengths[-1] <= trained:
@@ -158,7 +179,7 @@ def _assemble(
         name=folder.parent.parent.name if folder.parent.name == CHECKPOINTS_FOLDER else folder.name,
         checkpoint=str(folder),
         step=model.step,
-        position=section.position,
+        position=section.position if section.rope_scaling == "none" else f"{section.position}+{section.rope_scaling}",
         num_parameters=sum(parameter.numel() for parameter in model.decoder.parameters()),
         num_layers=section.num_layers,
         training_length=section.sequence_length,

@@ -114,6 +114,7 @@ def _mean_by_distance(q_THD: Tensor, k_THD: Tensor, decoder: Decoder) -> Tensor:
             torch.outer(distance, positions.angles(q.device)),
         )
         correlation = correlation * factors[:, None, :]
+        correlation = correlation * positions.magnitude**2
     scores: Tensor = correlation.real.sum(dim=(1, 2)) / (H * D**0.5 * (T - distance))
     if isinstance(positions, AlibiPositions):
         scores = scores - positions.slopes(q.device).mean() * distance
