@@ -3,9 +3,9 @@
 import sys
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, loader
+from tests.benchmarks import attention, loader, model
 
-BENCHMARKS = {"loader": loader.run, "attention": attention.run}
+BENCHMARKS = {"loader": loader.run, "attention": attention.run, "model": model.run}
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or list(BENCHMARKS)
