@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from lex_pretrain.evaluate.intervals import paired_change
-from lex_pretrain.evaluate.results import PerplexityRecord, Results, RetrievalRecord, distinct_labels
+from lex_pretrain.evaluate.results import Results, RetrievalRecord, ScoringMode, distinct_labels
 
 matplotlib.use("Agg")
 
@@ -57,11 +57,12 @@ def _models(all_results: Sequence[Results]) -> Iterator[tuple[str, str, Results]
     return zip(itertools.cycle(_COLORS), distinct_labels(all_results), all_results, strict=False)
 
 
-def _curves(all_results: Sequence[Results]) -> Iterator[tuple[dict[str, Any], list[PerplexityRecord]]]:
-    """How to draw each model and attention, and its records by length."""
+def _lines(all_results: Sequence[Results]) -> Iterator[tuple[dict[str, Any], Results, ScoringMode]]:
+    """How to draw each attention of each model. Colour tells models apart, or the attentions of a single one."""
     for color, label, results in _models(all_results):
-        for mode in results.attentions:
-            yield {"color": color, "label": f"{label}, {mode}", "ms": 4.5, **_STYLES[mode]}, results.curve(mode)
+        for mode_color, mode in zip(itertools.cycle(_COLORS), results.attentions, strict=False):
+            shown = mode_color if len(all_results) == 1 else color
+            yield {"color": shown, "label": f"{label}, {mode}", "ms": 4.5, **_STYLES[mode]}, results, mode
 
 
 def _length_axis(axes: Any, lengths: Sequence[int], label: str) -> None:
@@ -94,7 +95,8 @@ def plot_perplexity(all_results: Sequence[Results], file: Path) -> Path:
     figure, (axes,) = _figure(height=5.0)
     lengths = [record.length for results in all_results for record in results.perplexity]
     trained = {results.training_length for results in all_results}
-    for shift, (style, records) in enumerate(_curves(all_results)):
+    for shift, (style, results, mode) in enumerate(_lines(all_results)):
+        records = results.curve(mode)
         base = next((record for record in records if record.length in trained), records[0])
         changes = np.array([paired_change(base.document_nll, record.document_nll) for record in records])
         value, low, high = base.perplexity * (1 + changes.T)
@@ -141,13 +143,11 @@ def plot_positions(all_results: Sequence[Results], file: Path) -> Path:
     """Loss by the place in the longest piece."""
     figure, (axes,) = _figure()
     edges = [1]
-    for color, label, results in _models(all_results):
-        for mode in results.attentions:
-            records = [record for record in results.by_position if record.attention == mode]
-            edges += [record.stop for record in records]
-            places = [max(1.0, (record.start + record.stop) / 2) for record in records]
-            losses = [record.nll for record in records]
-            axes.plot(places, losses, color=color, label=f"{label}, {mode}", ms=3.5, **_STYLES[mode])
+    for style, results, mode in _lines(all_results):
+        records = [record for record in results.by_position if record.attention == mode]
+        edges += [record.stop for record in records]
+        places = [max(1.0, (record.start + record.stop) / 2) for record in records]
+        axes.plot(places, [record.nll for record in records], **style)
     _mark_training_length(axes, all_results)
     _length_axis(axes, edges, "place in the longest piece, in tokens")
     axes.set_ylabel("loss (nats a token)")
@@ -229,7 +229,8 @@ def plot_speed(all_results: Sequence[Results], file: Path) -> Path:
     """Tokens a second and peak memory of one process against length."""
     figure, (speed, memory) = _figure(num_rows=2, height=3.6)
     lengths = [record.length for results in all_results for record in results.perplexity]
-    for style, records in _curves(all_results):
+    for style, results, mode in _lines(all_results):
+        records = results.curve(mode)
         x = [record.length for record in records]
         speed.plot(x, [record.tokens_per_second for record in records], **style)
         memory.plot(x, [record.peak_memory_bytes / 2**30 for record in records], **style)

@@ -3,9 +3,9 @@
 import sys
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, loader, model
+from tests.benchmarks import attention, evaluate, loader, model
 
-BENCHMARKS = {"loader": loader.run, "attention": attention.run, "model": model.run}
+BENCHMARKS = {"loader": loader.run, "attention": attention.run, "model": model.run, "evaluate": evaluate.run}
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or list(BENCHMARKS)
