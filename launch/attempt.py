@@ -14,6 +14,7 @@ import psutil
 from launch.commands import Command
 from launch.host_links import HostLinks
 from launch.rank import Failure
+from launch.ssh import CONNECTION_FAILED
 from lex_pretrain.progress import logger
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -24,11 +25,12 @@ SECONDS_FOR_OTHERS = 35.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended; `failures` has the first process to fail first."""
+    """How an attempt ended; `failures` has the first process to fail first. `told_to_stop`: by a signal to `launch`."""
 
     exit_code: int
     failures: list[Failure] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
+    told_to_stop: bool = False
 
 
 class Attempt:
@@ -39,6 +41,7 @@ class Attempt:
         self._commands = commands
         self._received: list[signal.Signals] = []
         self._num_interrupts = 0
+        self._told_to_stop = False
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> Outcome:
@@ -60,12 +63,12 @@ class Attempt:
                 failures = self._links.end() if self._links else []
                 self._end_processes()
         if self._num_interrupts > 1:
-            return Outcome(INTERRUPTED)
+            return Outcome(INTERRUPTED, told_to_stop=True)
+        failed = next((process.returncode for process in self._processes if process.returncode != 0), 0)
+        code = 1 if lost_hosts else _shell_code(failed)
         if failures:
-            return Outcome(failures[0].job_exit_code, failures, lost_hosts)
-        codes = [process.returncode for process in self._processes]
-        failed = next((code for code in codes if code != 0), 0)
-        return Outcome(1 if lost_hosts else _shell_code(failed), [], lost_hosts)
+            code = failures[0].job_exit_code
+        return Outcome(code, failures, lost_hosts, self._told_to_stop)
 
     def _wait(self) -> list[str]:
         """Until all launchers have ended, a host is lost, or the user has no more patience; returns the lost hosts."""
@@ -102,6 +105,7 @@ class Attempt:
         """Hand stop signals to the processes themselves, past the launchers, which would kill them before they save."""
         while self._received:
             number = self._received.pop(0)
+            self._told_to_stop = True
             self._num_interrupts += number == signal.SIGINT
             if self._num_interrupts > 1:
                 return
@@ -122,11 +126,8 @@ class Attempt:
                 continue
             for process in psutil.Process(launcher.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if process.cmdline()[1:3] == ["-m", "lex_pretrain"] or process.cmdline()[1:4] == [
-                        "-u",
-                        "-m",
-                        "lex_pretrain",
-                    ]:
+                    # The launchers themselves name it further on, as the module they are to start.
+                    if "-m lex_pretrain" in " ".join(process.cmdline()[:4]):
                         found.append(process)
         return found
 
@@ -142,4 +143,4 @@ def _shell_code(code: int) -> int:
     """A process's exit code as a shell shows it. DeepSpeed's launcher ends with the low byte of a negative one."""
     if code < 0:
         return 128 - code
-    return 128 + 256 - code if code > 256 - signal.NSIG else code
+    return 128 + 256 - code if 256 - signal.NSIG < code < CONNECTION_FAILED else code

@@ -131,13 +131,19 @@ def openmpi_command(task: RankTask, slots: Mapping[str, int]) -> Command:
     return Command(arguments, {JOB_VARIABLE: task.job})
 
 
-def slurm_command(task: RankTask, processes_per_host: int) -> Command:
-    """Slurm's srun inside an allocation, on all of its hosts."""
+def slurm_command(task: RankTask, processes_per_host: int | None) -> Command:
+    """Slurm's srun inside an allocation, on all of its hosts; as many processes as it was made for if None."""
     arguments = (
-        *("srun", "--ntasks-per-node", str(processes_per_host), "--kill-on-bad-exit=1", "--mpi=none"),
+        *("srun", "--kill-on-bad-exit=1", "--mpi=none"),
+        *(("--ntasks-per-node", str(processes_per_host)) if processes_per_host else ()),
         *(sys.executable, "-m", "launch.rank", task.encode()),
     )
     return Command(arguments, {JOB_VARIABLE: task.job})
+
+
+def program_path() -> str:
+    """Where to look for launchers: first beside the interpreter, where the mpich package puts mpiexec."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def forwarded_variables(environment: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:

@@ -27,6 +27,7 @@ from lex_pretrain.ranks import find_ranks
 JOB_VARIABLE = "LEX_JOB"
 PASSED_ON_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAST_LINES = 20
+SECONDS_TO_DRAIN = 5.0
 _PR_SET_PDEATHSIG = 1
 
 Show = Literal["first", "all"]
@@ -34,7 +35,7 @@ Show = Literal["first", "all"]
 
 @dataclasses.dataclass(frozen=True)
 class RankTask:
-    """What each process of a job is to do: arguments of `lex-pretrain`, run in `folder` on its host."""
+    """What each process of a job is to do: a module and its arguments, run in `folder` on its host."""
 
     job: str
     folder: str
@@ -42,6 +43,7 @@ class RankTask:
     show: Show
     environment: dict[str, str]
     arguments: list[str]
+    module: str = "lex_pretrain"
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
@@ -82,9 +84,9 @@ def run(task: RankTask) -> int:
     tag = f"[{ranks.rank} {socket.gethostname()}] ".encode() if task.show == "all" else b""
     shown = task.show == "all" or ranks.rank == 0
     with log_file.open("ab", buffering=0) as log:
-        log.write(f"$ lex-pretrain {shlex.join(task.arguments)}  # on {socket.gethostname()}\n".encode())
+        log.write(f"$ {task.module} {shlex.join(task.arguments)}  # on {socket.gethostname()}\n".encode())
         process = subprocess.Popen(
-            [sys.executable, "-m", "lex_pretrain", *task.arguments],
+            [sys.executable, "-m", task.module, *task.arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -97,16 +99,18 @@ def run(task: RankTask) -> int:
         assert process.stdout is not None
         assert process.stderr is not None
         copiers = [
-            threading.Thread(target=_copy, args=(process.stdout, sys.stdout.buffer if shown else None, tag, log, None)),
-            threading.Thread(
-                target=_copy, args=(process.stderr, sys.stderr.buffer if shown else None, tag, log, last_lines)
-            ),
+            threading.Thread(target=_copy, args=(source, target if shown else None, tag, log, lines), daemon=True)
+            for source, target, lines in (
+                (process.stdout, sys.stdout.buffer, None),
+                (process.stderr, sys.stderr.buffer, last_lines),
+            )
         ]
         for copier in copiers:
             copier.start()
         code = process.wait()
         for copier in copiers:
-            copier.join()
+            # A helper process that the command left behind may hold its output open for longer.
+            copier.join(SECONDS_TO_DRAIN)
     failure = Failure(
         rank=ranks.rank,
         host=socket.gethostname(),
@@ -132,7 +136,9 @@ def _copy(
     source: IO[bytes], shown: IO[bytes] | None, tag: bytes, log: IO[bytes], last_lines: deque[str] | None
 ) -> None:
     for line in source:
-        log.write(line)
+        # The log is closed when the command has ended and its helpers go on talking.
+        with contextlib.suppress(ValueError):
+            log.write(line)
         if last_lines is not None:
             last_lines.append(line.decode(errors="replace").rstrip())
         if shown is not None:

@@ -23,19 +23,22 @@ from launch.commands import (
     local_deepspeed_command,
     mpich_command,
     openmpi_command,
+    program_path,
     slurm_command,
     threads_variable,
     torchrun_commands,
 )
 from launch.host_links import HostLinks
 from launch.hostfile import read_hostfile, select_hosts
+from launch.preflight import Preflight, preflight
 from launch.rank import JOB_VARIABLE, RankTask, Show
 from launch.supervise import Patience, supervise
 from lex_pretrain.config import Config
-from lex_pretrain.errors import RequestError
+from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import write_text
 
-PORTS = range(20_000, 30_000)
+# Shown where no host was asked for a port that is free.
+DRY_RUN_PORT = 29_500
 # What each launcher needs on this host, and where it comes from.
 PROGRAMS: Mapping[Launcher, tuple[str, str]] = {
     "deepspeed": ("pdsh", "install pdsh, for example with apt-get install pdsh"),
@@ -48,13 +51,13 @@ PROGRAMS: Mapping[Launcher, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the command line of `launch` says; `num_processes` are those of one host."""
+    """What the command line of `launch` says; `num_processes` are those of one host, None for what its hosts say."""
 
     launcher: Launcher = "local"
     hostfile: Path | None = None
     include: str | None = None
     exclude: str | None = None
-    num_processes: int = 1
+    num_processes: int | None = None
     forward: tuple[str, ...] = ()
     show: Show = "first"
     log_folder: Path = Path("launch-logs")
@@ -74,9 +77,15 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
     launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{random.SystemRandom().randrange(16**4):04x}"
 
     def run_attempt(number: int, hosts: dict[str, int] | None) -> Outcome:
-        job = _Job(options, subcommand, hosts, f"{launch_id}.{number}")
         if hosts is None:
-            return Attempt(job.commands(), links=None).run()
+            return Attempt(_Job(options, subcommand, None, f"{launch_id}.{number}").commands(), links=None).run()
+        found = preflight(hosts, config)
+        found.show()
+        if found.fatal and number == 0:
+            raise RequestError(f"nothing was started: {sum(fault.fatal for fault in found.faults)} things in the way")
+        if found.fatal:
+            return Outcome(JobError.exit_code)
+        job = _Job(options, subcommand, hosts, f"{launch_id}.{number}", found)
         job.write_files()
         links = HostLinks(hosts, launch_id, job.log_folder, options.host_timeout_seconds)
         return Attempt(job.commands(), links).run()
@@ -90,26 +99,38 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
 class _Job:
     """One attempt's commands and the files they read."""
 
-    def __init__(self, options: LaunchOptions, subcommand: list[str], slots: dict[str, int] | None, name: str) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        subcommand: list[str],
+        slots: dict[str, int] | None,
+        name: str,
+        found: Preflight | None = None,
+    ) -> None:
         self.options = options
         self.subcommand = subcommand
         self.slots = slots
         self.name = name
         self.log_folder = options.log_folder / name
-        self.num_processes = max(slots.values()) if slots else options.num_processes
+        self.num_processes = max(slots.values()) if slots else options.num_processes or _processes_of_allocation()
         num_cores = len(os.sched_getaffinity(0))
         self.environment = {
+            **(found.interface_variables() if found else {}),
             **forwarded_variables(os.environ, options.forward),
             **threads_variable(self.num_processes, num_cores, os.environ),
         }
-        self.meeting = Rendezvous(next(iter(slots)), random.choice(PORTS)) if slots else None
+        port = found.port if found and found.port else DRY_RUN_PORT
+        self.meeting = Rendezvous(next(iter(slots)), port) if slots else None
 
-    def task(self, *more: Mapping[str, str]) -> RankTask:
-        environment = dict(self.environment)
-        for variables in more:
-            environment.update(variables)
+    def task(self, meeting: Rendezvous | None = None) -> RankTask:
+        """What each process gets; `meeting` where the launcher does not tell it itself."""
         return RankTask(
-            self.name, str(Path.cwd()), str(self.log_folder), self.options.show, environment, self.subcommand
+            job=self.name,
+            folder=str(Path.cwd()),
+            log_folder=str(self.log_folder),
+            show=self.options.show,
+            environment={**self.environment, **(meeting.variables() if meeting else {})},
+            arguments=self.subcommand,
         )
 
     def write_files(self) -> None:
@@ -138,17 +159,17 @@ class _Job:
             return [deepspeed_command(self.task(), self.hostfile, self.environment_file, meeting)]
         if launcher == "torchrun":
             return torchrun_commands(self.task(), slots, meeting)
-        task = self.task(meeting.variables())
+        task = self.task(meeting)
         if launcher == "mpich":
-            return [mpich_command(task, slots, os.environ)]
+            return [mpich_command(task, slots, self.environment)]
         return [openmpi_command(task, slots)]
 
     def _slurm_command(self) -> Command:
         from lex_pretrain.ranks import slurm_master
 
         address, port = slurm_master(os.environ)
-        task = self.task(Rendezvous(address, int(port)).variables())
-        return slurm_command(task, self.num_processes)
+        task = self.task(Rendezvous(address, int(port)))
+        return slurm_command(task, self.options.num_processes)
 
 
 def _hosts(options: LaunchOptions) -> dict[str, int] | None:
@@ -171,11 +192,15 @@ def _hosts(options: LaunchOptions) -> dict[str, int] | None:
     return select_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
 
 
+def _processes_of_allocation() -> int:
+    """Processes on each host that a Slurm allocation was made for."""
+    return int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+
+
 def _check_installed(options: LaunchOptions, slots: dict[str, int] | None) -> None:
     if options.dry_run or (slots is None and options.launcher != "slurm"):
         return
-    # mpiexec comes with the mpich package, beside the interpreter.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    os.environ["PATH"] = program_path()
     program, way_out = PROGRAMS[options.launcher]
     if shutil.which(program) is None:
         raise RequestError(f"--launcher {options.launcher} needs {program}, which is not installed here: {way_out}")

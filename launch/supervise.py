@@ -44,10 +44,11 @@ def supervise(run_attempt: RunAttempt, slots: dict[str, int] | None, patience: P
             chosen = hosts_to_use(slots, patience.min_hosts or len(slots), config)
         checkpoint = _newest_checkpoint(config)
         outcome = run_attempt(attempt, chosen)
-        if outcome.exit_code in (0, INTERRUPTED):
+        if outcome.exit_code in (0, INTERRUPTED, StoppedError.exit_code):
             return outcome.exit_code
         logger.error("%s", describe(outcome))
-        if outcome.exit_code in (RequestError.exit_code, StoppedError.exit_code) or attempt == patience.max_restarts:
+        is_last = outcome.told_to_stop or attempt == patience.max_restarts
+        if outcome.exit_code == RequestError.exit_code or is_last:
             return outcome.exit_code
         moved = _newest_checkpoint(config) != checkpoint
         fruitless = 0 if moved or outcome.lost_hosts or config is None else fruitless + 1

@@ -377,7 +377,7 @@ def launch(
     if not subcommand or subcommand[0].startswith("-"):
         raise RequestError("give the command to start after `--`, such as: launch -- train --config FILE")
     config = _config_of(subcommand)
-    if num_processes is None and hostfile is None:
+    if num_processes is None and hostfile is None and launcher != "slurm":
         from lex_pretrain.hardware import choose_num_processes
 
         num_processes, reason = choose_num_processes()
@@ -387,7 +387,7 @@ def launch(
         hostfile=hostfile,
         include=include,
         exclude=exclude,
-        num_processes=num_processes or 1,
+        num_processes=num_processes,
         forward=tuple(forward or ()),
         show=cast(Any, show),
         log_folder=log_folder,
@@ -396,6 +396,24 @@ def launch(
         dry_run=dry_run,
     )
     raise typer.Exit(launch(options, subcommand, config))
+
+
+@app.command()
+def doctor(
+    hostfile: Annotated[Path | None, typer.Option(help="hosts to examine; this machine alone if not given")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML config whose data and output folder are looked at")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say what this machine or these hosts can do, and each thing in the way; exit 1 when there is one."""
+    from launch.doctor import examine_hosts, examine_this_machine
+    from launch.hostfile import read_hostfile
+    from lex_pretrain.config_io import load_config
+
+    parsed = load_config(config, overrides or []) if config is not None else None
+    if hostfile is None:
+        examine_this_machine(parsed)
+    else:
+        examine_hosts(read_hostfile(hostfile), parsed, Path("launch-logs"))
 
 
 def _config_of(subcommand: list[str]) -> Config | None:

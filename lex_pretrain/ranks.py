@@ -24,7 +24,8 @@ _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    # SLURM_NTASKS is also set in a batch script, which is one process.
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
 
@@ -40,15 +41,23 @@ class Ranks:
 
 def find_ranks(environment: Mapping[str, str]) -> Ranks:
     """Ranks from a launcher's environment variables; one process alone where there are none."""
-    for rank, world_size, local_rank, local_world_size in (_TORCH_VARIABLES, *_MPI_VARIABLES):
-        if rank in environment and world_size in environment:
-            return Ranks(
-                int(environment[rank]),
-                int(environment[world_size]),
-                int(environment.get(local_rank, environment[rank])),
-                int(environment.get(local_world_size, environment[world_size])),
-            )
-    return Ranks(0, 1, 0, 1)
+    names = _variables_of_launcher(environment)
+    if names is None:
+        return Ranks(0, 1, 0, 1)
+    rank, world_size, local_rank, local_world_size = names
+    return Ranks(
+        int(environment[rank]),
+        int(environment[world_size]),
+        int(environment.get(local_rank, environment[rank])),
+        int(environment.get(local_world_size, environment[world_size])),
+    )
+
+
+def _variables_of_launcher(environment: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    for names in (_TORCH_VARIABLES, *_MPI_VARIABLES):
+        if names[0] in environment and names[1] in environment:
+            return names
+    return None
 
 
 def join_process_group() -> Ranks:
@@ -101,7 +110,7 @@ def _agree_on_master(ranks: Ranks) -> tuple[str, str]:
     """Address and free port of rank 0, which mpi4py tells all others where no launcher did."""
     if ranks.world_size == 1:
         return "127.0.0.1", str(_free_port())
-    if "SLURM_PROCID" in os.environ:
+    if "SLURM_PROCID" in (_variables_of_launcher(os.environ) or ()):
         return slurm_master(os.environ)
     try:
         from mpi4py import MPI
@@ -132,9 +141,7 @@ def slurm_master(environment: Mapping[str, str]) -> tuple[str, str]:
         raise RequestError(
             f"scontrol cannot list the hosts {hosts}: {error}. Set MASTER_ADDR and MASTER_PORT"
         ) from error
-    # Slurm numbers steps from 0, and batch scripts by names that are no numbers.
-    step = environment.get("SLURM_STEP_ID", "0")
-    number = int(environment["SLURM_JOB_ID"]) * 16 + (int(step) if step.isdigit() else 0)
+    number = int(environment["SLURM_JOB_ID"]) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
     return names.stdout.split()[0], str(_FIRST_SLURM_PORT + number % _NUM_SLURM_PORTS)
 
 

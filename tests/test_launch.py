@@ -140,13 +140,17 @@ def test_secrets_are_not_forwarded_to_command_lines() -> None:
             "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         },
-        {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
+        {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
     ],
     ids=["torch", "mpich", "openmpi", "slurm"],
 )
 def test_ranks_are_found_alike_under_every_launcher(environment: dict[str, str]) -> None:
     assert find_ranks(environment) == Ranks(3, 8, 1, 2)
     assert find_ranks({}) == Ranks(0, 1, 0, 1)
+
+
+def test_a_slurm_batch_script_is_one_process() -> None:
+    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == Ranks(0, 1, 0, 1)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lex_pretrain.config import Config
-from lex_pretrain.monitor.metrics import METRICS_FILE, MetricsFile, StepMetrics
+from lex_pretrain.monitor.metrics import METRICS_FILE, MetricsFile, StepMetrics, read_steps
 from lex_pretrain.monitor.wandb_sink import WandbSink
 from lex_pretrain.progress import console, progress
 
@@ -29,7 +29,9 @@ class Monitor:
         self._num_steps = config.train.num_steps
         self._file = MetricsFile(output_dir / METRICS_FILE)
         self._stack.callback(self._file.close)
-        self._wandb = WandbSink(config, output_dir, wandb_run_id)
+        recorded = read_steps(output_dir / METRICS_FILE)
+        last_step = recorded[-1]["step"] if recorded else 0
+        self._wandb = WandbSink(config, output_dir, wandb_run_id, last_step)
         self._stack.callback(self._wandb.close)
         self.wandb_run_id = self._wandb.run_id
         self._tokens_per_step = config.train.global_batch_size * config.model.sequence_length

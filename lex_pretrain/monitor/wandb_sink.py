@@ -10,10 +10,15 @@ logger = logging.getLogger("lex_pretrain")
 
 
 class WandbSink:
-    """Sends each record under its own `step` axis, so that a resumed run continues the same curves."""
+    """Sends each record under its own `step` axis, so that a resumed run continues the same curves.
 
-    def __init__(self, config: Config, output_dir: Path, run_id: str | None) -> None:
+    A run that resumes as `run_id` repeats the steps since its last checkpoint; those up to `last_sent_step` are there
+    already and are not sent again.
+    """
+
+    def __init__(self, config: Config, output_dir: Path, run_id: str | None, last_sent_step: int) -> None:
         self.run_id = run_id
+        self._last_sent_step = last_sent_step if run_id else 0
         self._run: Any = None
         mode = config.monitor.wandb_mode
         if mode == "disabled":
@@ -41,7 +46,7 @@ class WandbSink:
             self._give_up(error)
 
     def log(self, record: dict[str, Any]) -> None:
-        if self._run is None:
+        if self._run is None or record["step"] <= self._last_sent_step:
             return
         try:
             self._run.log(record)

@@ -26,7 +26,16 @@ class Host:
 
     def first_process(self) -> int:
         """The sshd that is process 1 of the host, by its number outside of it."""
-        return int(psutil.Process(self.server.pid).children(recursive=True)[0].pid)
+        return int(psutil.Process(self.server.pid).children()[0].pid)
+
+    def mount(self, *arguments: str | Path) -> None:
+        """Run `mount` where only this host sees it."""
+        enter = ["nsenter", "--target", str(self.first_process()), "--mount", "--pid", "--"]
+        subprocess.run([*enter, "mount", *map(str, arguments)], check=True)
+
+    def unmount(self, path: Path) -> None:
+        enter = ["nsenter", "--target", str(self.first_process()), "--mount", "--pid", "--"]
+        subprocess.run([*enter, "umount", str(path)], check=True)
 
     def cut_off(self) -> None:
         _ip("link", "set", self.interface, "down")
@@ -53,6 +62,8 @@ class Hosts:
 
     hosts: tuple[Host, ...]
     environment: dict[str, str]
+    names_file: Path
+    authorized_keys: Path
 
     def write_hostfile(self, file: Path, numbers: Sequence[int] = (0, 1), slots: int = 1) -> Path:
         file.write_text("".join(f"{self.hosts[number].name} slots={slots}\n" for number in numbers))
@@ -116,7 +127,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             _ip("-n", namespace, "link", "set", "eth0", "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
             made.append(Host(name, namespace, interface, _boot(folder, namespace, name)))
-        ready = Hosts(tuple(made), environment)
+        ready = Hosts(tuple(made), environment, folder / "hosts", folder / "authorized_keys")
         _wait_for_ssh(ready)
         yield ready
     finally:
