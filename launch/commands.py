@@ -21,6 +21,8 @@ Launcher = Literal["local", "deepspeed", "torchrun", "mpich", "openmpi", "slurm"
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "HF_", "WANDB_", "OMP_", "DS_ACCELERATOR", "LEX_")
 # What is forwarded stands on remote command lines, which every user of that host can read.
 SECRET_MARKS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# How long srun lets the others run when one process has ended.
+SECONDS_AFTER_FIRST_END = 60
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -134,7 +136,8 @@ def openmpi_command(task: RankTask, slots: Mapping[str, int]) -> Command:
 def slurm_command(task: RankTask, processes_per_host: int | None) -> Command:
     """Slurm's srun inside an allocation, on all of its hosts; as many processes as it was made for if None."""
     arguments = (
-        *("srun", "--kill-on-bad-exit=1", "--mpi=none"),
+        # Not --kill-on-bad-exit: when all stop on a signal, it would end those that are still saving.
+        *("srun", f"--wait={SECONDS_AFTER_FIRST_END}", "--mpi=none"),
         *(("--ntasks-per-node", str(processes_per_host)) if processes_per_host else ()),
         *(sys.executable, "-m", "launch.rank", task.encode()),
     )

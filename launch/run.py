@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import typer
@@ -31,7 +31,7 @@ from launch.commands import (
 from launch.host_links import HostLinks
 from launch.hostfile import read_hostfile, select_hosts
 from launch.preflight import Preflight, preflight
-from launch.rank import JOB_VARIABLE, RankTask, Show
+from launch.rank import JOB_VARIABLE, RankTask, Show, read_failures
 from launch.supervise import Patience, supervise
 from lex_pretrain.config import Config
 from lex_pretrain.errors import JobError, RequestError
@@ -78,7 +78,11 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
 
     def run_attempt(number: int, hosts: dict[str, int] | None) -> Outcome:
         if hosts is None:
-            return Attempt(_Job(options, subcommand, None, f"{launch_id}.{number}").commands(), links=None).run()
+            job = _Job(options, subcommand, None, f"{launch_id}.{number}")
+            outcome = Attempt(job.commands(), links=None).run()
+            # Only Slurm's processes leave notes here; its hosts have a common file system.
+            failures = read_failures(job.log_folder)
+            return replace(outcome, failures=failures, exit_code=failures[0].job_exit_code) if failures else outcome
         found = preflight(hosts, config)
         found.show()
         if found.fatal and number == 0:
