@@ -113,7 +113,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     names = [f"node{number}" for number in range(1, NUM_HOSTS + 1)]
     addresses = "".join(f"{subnet}.{number} {name}\n" for number, name in enumerate(names, start=1))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
-    environment = {"PATH": f"{_ssh_with_key(folder)}{os.pathsep}{path}", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment = {
+        "PATH": f"{_ssh_with_key(folder)}{os.pathsep}{path}",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        # The hosts share one kernel, from which MPICH's transport concludes that they share memory.
+        "UCX_TLS": "tcp",
+    }
     made: list[Host] = []
     try:
         _ip("link", "add", tag, "type", "bridge")

@@ -57,3 +57,20 @@ def test_a_wrong_request_ends_with_2_and_leaves_nothing(
     assert (done.stdout + done.stderr).count("smaller than the 320 pieces") == 1
     for host in hosts.hosts[:2]:
         assert not host.processes("lex_pretrain")
+
+
+def test_prepare_over_two_hosts_makes_the_bytes_of_one_process(
+    hosts: Hosts, program: Program, corpus: Path, tmp_path: Path
+) -> None:
+    options = ["--vocab-size", "320", "--unit-bytes", "20000", "--test-fraction", "0.2"]
+    alone = program("prepare", corpus, "--output", "alone", "--workers", "1", *options)
+    assert alone.returncode == 0, alone.stderr
+    hostfile = hosts.write_hostfile(tmp_path / "hostfile")
+    launch = [*LAUNCH, "--launcher", "mpich", "--hostfile", str(hostfile), "--", "prepare", str(corpus)]
+    spread = hosts.run(0, [*launch, "--output", "spread", *options], tmp_path)
+    assert spread.returncode == 0, spread.stdout + spread.stderr
+    written = [
+        {file.name: file.read_bytes() for file in (tmp_path / name).glob("shard-*")} for name in ("alone", "spread")
+    ]
+    assert len(written[0]) >= 8
+    assert written[0] == written[1]
