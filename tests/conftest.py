@@ -14,6 +14,7 @@ from data_prep.options import PrepareOptions
 from data_prep.prepare import prepare
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
+from lex_pretrain.progress import logger
 
 WORDS = """
 length block window scale token query key value layer head decoder attention position rotate decay train shard resume
@@ -46,6 +47,15 @@ def _one_thread_each() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
     else:
         os.environ["OMP_NUM_THREADS"] = before
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """The command line sets up the log of its process; a test that ran it here must not do so for the next one."""
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

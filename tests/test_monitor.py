@@ -98,7 +98,7 @@ def test_faults_of_wandb_do_not_stop_a_run(
         raise OSError("No space left on device")
 
     monkeypatch.setattr("wandb.init", fail)
-    monkeypatch.setattr("lex_pretrain.monitor.monitor.logger.propagate", True)
+    caplog.set_level("INFO", logger="lex_pretrain")
     config = tiny_config(monitor={"wandb_mode": "offline"})
     monitor = Monitor(config, tmp_path, enabled=True, first_step=0)
     for step in (1, 2):
