@@ -1,5 +1,7 @@
 """Taking duplicates out of finished units, when all units have been read and show which documents they are."""
 
+from pathlib import Path
+
 import numpy as np
 
 from data_prep.documents import DocumentTable
@@ -38,6 +40,7 @@ def drop_documents(job: PackJob, number: int, record: UnitRecord, dropped: dict[
     output = job.output
     table = DocumentTable.load(table_file(output, number))
     write_array(dropped_file(output, number), np.array(sorted(dropped), dtype=np.int64))
+    num_tokens = _count_tokens(output, record, table)
     written = [_drop_from_shard(job, shard, table, dropped) for shard in record.shards]
     lines = [
         {
@@ -55,19 +58,30 @@ def drop_documents(job: PackJob, number: int, record: UnitRecord, dropped: dict[
     shards = tuple(shard for shard in written if shard is not None)
     rejected: dict[str, Tally] = {}
     for row, reason in dropped.items():
-        rejected[reason] = rejected.get(reason, Tally()) + Tally(documents=1, bytes=int(table.num_bytes[row]))
+        tally = Tally(documents=1, bytes=int(table.num_bytes[row]), tokens=num_tokens[row])
+        rejected[reason] = rejected.get(reason, Tally()) + tally
     account = Account(
         read=record.account.read,
         rejected=(record.account + Account(rejected=rejected)).rejected,
         packed=Tally(
             documents=sum(shard.num_documents for shard in shards),
             bytes=sum(shard.num_source_bytes for shard in shards),
+            tokens=sum(shard.num_tokens for shard in shards),
         ),
-        num_tokens=sum(shard.num_tokens for shard in shards),
     )
     result = record.model_copy(update={"shards": shards, "account": account, "num_dropped": len(dropped)})
     result.save(output, number)
     return result
+
+
+def _count_tokens(output: Path, record: UnitRecord, table: DocumentTable) -> dict[int, int]:
+    """Tokens of each row of the table, EOD included."""
+    counts: dict[int, int] = {}
+    for shard in record.shards:
+        starts = np.load(documents_file(output, shard.stem), allow_pickle=False)
+        lengths = np.diff(np.append(starts, shard.num_tokens))
+        counts.update(zip(table.places_of(shard.split).tolist(), lengths.tolist(), strict=True))
+    return counts
 
 
 def _drop_from_shard(

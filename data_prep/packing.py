@@ -15,6 +15,7 @@ from data_prep.encoding import Encoder
 from data_prep.filters import Filters
 from data_prep.options import PrepareOptions
 from data_prep.readers import Document, Item, Rejection, SegmentReader
+from data_prep.running import RunningUnit
 from data_prep.sources import stamp
 from data_prep.unit_files import UnitRecord, contamination_file, json_lines, rejected_file, table_file
 from data_prep.units import Segment, Unit
@@ -51,13 +52,10 @@ class _Tallies:
         self._bytes[reason] += num_bytes
 
     def account(self, num_tokens: int) -> Account:
+        """The account so far; `num_tokens` are those of the documents that are packed."""
         of = {key: Tally(documents=count, bytes=self._bytes[key]) for key, count in self._documents.items()}
-        return Account(
-            read=sum(of.values(), Tally()),
-            rejected={key: of[key] for key in sorted(reason for reason in of if reason is not None)},
-            packed=of.get(None, Tally()),
-            num_tokens=num_tokens,
-        )
+        packed = of.pop(None, Tally()) + Tally(tokens=num_tokens)
+        return Account(read=sum(of.values(), packed), rejected=dict(sorted(of.items())), packed=packed)
 
 
 def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
@@ -69,6 +67,7 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
     near = options.near_duplicate_similarity is not None
     table = DocumentTableBuilder(SIGNATURE_SIZE if near else 0)
     tallies, num_records = _Tallies(), []
+    running = RunningUnit(output, unit.number)
     with atomic_write(rejected_file(output, unit.number)) as rejections:
         for index, segment in enumerate(unit.segments):
             reader = SegmentReader(segment, options)
@@ -78,6 +77,7 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
                 else:
                     num_bytes, detail, reason = item.num_bytes, item.detail, item.reason
                 tallies.add(reason, num_bytes)
+                running.report(lambda: tallies.account(sum(packer.num_tokens for packer in packers.values())))
                 if isinstance(item, Document) and reason is None:
                     digest = hashlib.blake2b(item.data, digest_size=16).digest()
                     split = split_of(digest, options)
@@ -143,6 +143,7 @@ class _Packer:
         self._waiting_characters = 0
         self._documents: list[Tokens] = []
         self._num_bytes = 0
+        self.num_tokens = 0
 
     def add(self, text: str, num_bytes: int) -> None:
         self._waiting.append(text)
@@ -162,5 +163,7 @@ class _Packer:
         return write_shard(output, shard_stem(number, split), split, tokens, starts, self._num_bytes)
 
     def _tokenize(self) -> None:
-        self._documents += self._encoder.encode(self._waiting)
+        documents = self._encoder.encode(self._waiting)
+        self._documents += documents
+        self.num_tokens += sum(map(len, documents))
         self._waiting, self._waiting_characters = [], 0

@@ -6,7 +6,7 @@ Each step leaves whole files, so a killed preparation goes on where it stood whe
 import errno
 import os
 import time
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from data_prep.packing import PackJob, pack_unit
 from data_prep.pool import worker_pool
 from data_prep.readers import Document, SegmentReader
 from data_prep.rejections import REJECTED_FILE, join_rejections
+from data_prep.running import forget_running_unit, forget_running_units, running_units
 from data_prep.sampling import provide_tokenizer
 from data_prep.sources import list_sources
+from data_prep.summary import account_line, summary_table
 from data_prep.unit_files import UNITS_FOLDER, UnitRecord, contamination_file, finished_unit
 from data_prep.units import Unit, make_units
 from data_prep.word_runs import index_of_runs
@@ -32,9 +34,10 @@ from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Account, Manifest,
 from lex_pretrain.data.shards import token_dtype, write_array
 from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import folder_lock, sha256_of_json, write_json
-from lex_pretrain.progress import logger, progress
+from lex_pretrain.progress import console, logger, progress
 from lex_pretrain.tokenizer import Tokenizer
 
+_SECONDS_BETWEEN_LOOKS = 0.5
 # Records after which a share of faulty ones says something about all of them.
 _ENOUGH_RECORDS = 1000
 
@@ -80,7 +83,7 @@ def _prepare_locked(sources: list[str], output: Path, options: PrepareOptions, p
     records, num_reused = _pack_all(units, output, tokenizer, options, pool, description)
     account = sum((record.account for record in records), Account())
     if account.packed.documents == 0:
-        raise RequestError(f"no document was fit to keep: {_summary(account)}; see {output / REJECTED_FILE}")
+        raise RequestError(f"no document was fit to keep: {account_line(account)}; see {output / REJECTED_FILE}")
     shards = sorted((shard for record in records for shard in record.shards), key=lambda shard: shard.stem)
     manifest = Manifest(
         package_version=__version__,
@@ -93,11 +96,13 @@ def _prepare_locked(sources: list[str], output: Path, options: PrepareOptions, p
         config=options.model_dump(mode="json"),
         sources=tuple(sources),
     )
-    manifest.save(output)
     seconds = time.monotonic() - started
     run = {"seconds": seconds, "num_units": len(units), "num_units_reused": num_reused}
     write_json(output / JOB_FILE, {"job": description, "run": run, "account": account.model_dump(mode="json")})
-    logger.info("%s: %s, in %.0f s", output, _summary(account), seconds)
+    # Last, for it is what says that all is there.
+    manifest.save(output)
+    console.print(summary_table(manifest, seconds))
+    logger.info("dataset: %s", output)
     return manifest
 
 
@@ -149,21 +154,32 @@ def _pack(units: list[Unit], job: PackJob, pool: Executor, done: dict[int, UnitR
     waiting = [unit for unit in units if unit.number not in done]
     if done:
         logger.info("%d of %d units were finished before", len(done), len(units))
-    account = sum((record.account for record in done.values()), Account())
-    started, tokens_before = time.monotonic(), account.num_tokens
+    forget_running_units(job.output)
+    before = sum((record.account for record in done.values()), Account())
+    account, num_bytes_done = before, 0
+    started = time.monotonic()
     futures = {pool.submit(pack_unit, unit, job): unit for unit in waiting}
     with progress("tokenizing", max(sum(unit.num_bytes for unit in waiting), 1), "bytes") as reporter:
         try:
-            for future in as_completed(futures):
-                unit = futures[future]
-                done[unit.number] = future.result()
-                account += done[unit.number].account
-                rate = (account.num_tokens - tokens_before) / (time.monotonic() - started)
-                reporter.advance(unit.num_bytes, f"{rate:,.0f} tokens/s  {_summary(account)}")
-                _check_rejected(account, job, finished=len(done) == len(units))
+            pending = set(futures)
+            while pending:
+                finished, pending = wait(pending, _SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
+                for unit, record in ((futures[future], future.result()) for future in finished):
+                    done[unit.number] = record
+                    account += record.account
+                    num_bytes_done += unit.num_bytes
+                    forget_running_unit(job.output, unit.number)
+                _check_rejected(account, job, finished=not pending)
+                running = {futures[future].number: futures[future].num_bytes for future in pending}
+                so_far = {number: part for number, part in running_units(job.output).items() if number in running}
+                seen = sum(so_far.values(), account)
+                num_bytes_running = sum(min(part.read.bytes, running[number]) for number, part in so_far.items())
+                rate = (seen.packed.tokens - before.packed.tokens) / (time.monotonic() - started)
+                reporter.reach(num_bytes_done + num_bytes_running, f"{rate:,.0f} tokens/s  {account_line(seen)}")
         finally:
             for future in futures:
                 future.cancel()
+    forget_running_units(job.output)
     _check_rejected(account, job, finished=True)
 
 
@@ -186,11 +202,3 @@ def _check_rejected(account: Account, job: PackJob, finished: bool) -> None:
             f"They are listed in {job.output / REJECTED_FILE}. "
             "Correct the inputs or --text-key, or allow more with --max-rejected"
         )
-
-
-def _summary(account: Account) -> str:
-    rejected = ", ".join(f"{tally.documents:,} {reason}" for reason, tally in account.rejected.items()) or "none"
-    return (
-        f"read {account.read.documents:,} documents ({account.read.bytes / 1e6:,.1f} MB), rejected {rejected}, "
-        f"packed {account.packed.documents:,} into {account.num_tokens:,} tokens"
-    )

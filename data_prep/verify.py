@@ -21,16 +21,16 @@ def verify(folder: Path, full: bool) -> list[str]:
     faults = []
     account = manifest.account
     if not account.balances():
-        faults.append("manifest.json: documents or bytes read are not those rejected plus those packed")
+        faults.append("manifest.json: documents, bytes or tokens read are not those rejected plus those packed")
     if account.packed.documents != sum(shard.num_documents for shard in manifest.shards):
         faults.append("manifest.json: documents packed are not those of the shards")
-    if account.num_tokens != sum(shard.num_tokens for shard in manifest.shards):
+    if account.packed.tokens != sum(shard.num_tokens for shard in manifest.shards):
         faults.append("manifest.json: tokens packed are not those of the shards")
     if account.packed.bytes != sum(shard.num_source_bytes for shard in manifest.shards):
         faults.append("manifest.json: bytes packed are not those of the shards")
     if Tokenizer(folder / TOKENIZER_FILE).fingerprint != manifest.tokenizer.fingerprint:
         faults.append(f"{TOKENIZER_FILE}: not the tokenizer that the shards were made with")
-    with progress("verifying", max(account.num_tokens, 1), "tokens") as reporter:
+    with progress("verifying", max(account.packed.tokens, 1), "tokens") as reporter:
         for shard in manifest.shards:
             faults += [f"{shard.stem}: {fault}" for fault in _verify_shard(folder, shard, manifest)]
             reporter.advance(shard.num_tokens)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
@@ -48,11 +49,16 @@ class ProgressReporter:
 
     def advance(self, amount: float, note: str = "") -> None:
         """Add `amount` to the work done; `note` is shown beside the rate, for example the loss."""
-        self.completed += amount
+        self.reach(self.completed + amount, note)
+
+    def reach(self, completed: float, note: str = "") -> None:
+        """Set the work done so far, for work that is looked at from outside."""
+        self.completed = completed
         now = time.monotonic()
         elapsed = max(now - self._started, 1e-9)
         rate = self.completed / elapsed
-        text = f"{rate:,.0f} {self.unit}/s{'  ' + note if note else ''}"
+        speed = f"{rate / 1e6:,.1f} MB/s" if self.unit == "bytes" else f"{rate:,.0f} {self.unit}/s"
+        text = f"{speed}{'  ' + note if note else ''}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.completed, note=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LOG_LINES:
@@ -74,7 +80,7 @@ def progress(description: str, total: float, unit: str, enabled: bool = True) ->
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn() if unit == "bytes" else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),

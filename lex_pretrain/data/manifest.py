@@ -9,7 +9,7 @@ from lex_pretrain.errors import RequestError
 from lex_pretrain.files import read_json, sha256_of_json, write_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -40,22 +40,27 @@ class ShardRecord(Record):
 
 
 class Tally(Record):
-    """Documents and their bytes of text (UTF-8)."""
+    """Documents, their bytes of text (UTF-8), and their tokens with EODs; a document that was rejected before it was
+    tokenized has none."""
 
     documents: int = 0
     bytes: int = 0
+    tokens: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(documents=self.documents + other.documents, bytes=self.bytes + other.bytes)
+        return Tally(
+            documents=self.documents + other.documents,
+            bytes=self.bytes + other.bytes,
+            tokens=self.tokens + other.tokens,
+        )
 
 
 class Account(Record):
-    """Read = rejected by reason + packed; `num_tokens` counts the packed documents' tokens and EODs."""
+    """Read = rejected by reason + packed, in documents, bytes and tokens."""
 
     read: Tally = Tally()
     rejected: dict[str, Tally] = {}
     packed: Tally = Tally()
-    num_tokens: int = 0
 
     def __add__(self, other: "Account") -> "Account":
         reasons = sorted(self.rejected | other.rejected)
@@ -64,7 +69,6 @@ class Account(Record):
             read=self.read + other.read,
             rejected={key: self.rejected.get(key, none) + other.rejected.get(key, none) for key in reasons},
             packed=self.packed + other.packed,
-            num_tokens=self.num_tokens + other.num_tokens,
         )
 
     def balances(self) -> bool:
@@ -74,7 +78,7 @@ class Account(Record):
 class Manifest(Record):
     """The whole of `manifest.json`."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     package_version: str
     tokenizer: TokenizerRecord
     dtype: Literal["uint16", "uint32"]
