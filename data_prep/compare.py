@@ -35,7 +35,8 @@ def compare_with_sources(folder: Path, manifest: Manifest) -> list[str]:
     changed = [state["path"] for state in read_json(folder / JOB_FILE)["job"]["sources"] if not _is_unchanged(state)]
     if changed:
         raise RequestError(f"--full compares with the sources, and {changed[0]} is gone or has changed")
-    options = PrepareOptions.model_validate(manifest.config)
+    # Sources that hold ids are read by the folder's own copy of the tokenizer.
+    options = PrepareOptions.model_validate({**manifest.config, "tokenizer": folder / TOKENIZER_FILE})
     units = make_units(list(manifest.sources), options.unit_bytes)
     chosen = units[:: max(1, len(units) // _COMPARED_UNITS)][:_COMPARED_UNITS]
     tokenizer = Tokenizer(folder / TOKENIZER_FILE)

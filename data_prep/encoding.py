@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lex_pretrain.data.shards import Tokens, token_dtype
 from lex_pretrain.progress import logger
@@ -50,8 +51,13 @@ class Encoder:
         """Raises UnequalIdsError when a compared document shows that the cache is wrong for this model."""
         if self._words is None:
             plain = self._tokenizer.encode_arrays(texts) if texts else []
-            return [np.append(ids, self._tokenizer.eod_id).astype(self._dtype) for ids in plain]
+            return [self.end(ids) for ids in plain]
         return [np.frombuffer(self._join(text, self._words), self._dtype) for text in texts]
+
+    def end(self, ids: NDArray[np.int32] | NDArray[np.int64]) -> Tokens:
+        """A document's ids in the shard's type, with the end-of-document id after them."""
+        ended: Tokens = np.append(ids, self._tokenizer.eod_id).astype(self._dtype)
+        return ended
 
     def _join(self, text: str, words: "_WordCache") -> bytes:
         if self._num_documents % _DOCUMENTS_BETWEEN_CHECKS == 0:

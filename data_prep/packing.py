@@ -81,7 +81,7 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
                 if isinstance(item, Document) and reason is None:
                     digest = hashlib.blake2b(item.data, digest_size=16).digest()
                     split = split_of(digest, options)
-                    packers[split].add(item.text, num_bytes)
+                    packers[split].add(item)
                     signed = signature(item.text) if near else None
                     table.add(split, index, item.record, num_bytes, digest, signed)
                     continue
@@ -145,10 +145,15 @@ class _Packer:
         self._num_bytes = 0
         self.num_tokens = 0
 
-    def add(self, text: str, num_bytes: int) -> None:
-        self._waiting.append(text)
-        self._waiting_characters += len(text)
-        self._num_bytes += num_bytes
+    def add(self, document: Document) -> None:
+        self._num_bytes += len(document.data)
+        if document.ids is not None:
+            # What waits comes first, so that documents stay in the order of reading.
+            self._tokenize()
+            self._append([self._encoder.end(document.ids)])
+            return
+        self._waiting.append(document.text)
+        self._waiting_characters += len(document.text)
         if self._waiting_characters >= _BATCH_CHARACTERS:
             self._tokenize()
 
@@ -163,7 +168,9 @@ class _Packer:
         return write_shard(output, shard_stem(number, split), split, tokens, starts, self._num_bytes)
 
     def _tokenize(self) -> None:
-        documents = self._encoder.encode(self._waiting)
+        self._append(self._encoder.encode(self._waiting))
+        self._waiting, self._waiting_characters = [], 0
+
+    def _append(self, documents: list[Tokens]) -> None:
         self._documents += documents
         self.num_tokens += sum(map(len, documents))
-        self._waiting, self._waiting_characters = [], 0

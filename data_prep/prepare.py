@@ -17,6 +17,7 @@ from data_prep.dropping import drop_documents, plan_drops
 from data_prep.encoding import UnequalIdsError, log_way
 from data_prep.filters import FILTER_REASONS
 from data_prep.job import JOB_FILE, check_same_job, describe_job
+from data_prep.megatron import INDEX_SUFFIX
 from data_prep.options import PrepareOptions
 from data_prep.packing import PackJob, pack_unit
 from data_prep.pool import worker_pool
@@ -55,6 +56,9 @@ def prepare(
         if pool is None:
             return None
         sources = list_sources(inputs)
+        indexed = [source for source in sources if source.endswith(INDEX_SUFFIX)]
+        if indexed and options.tokenizer is None:
+            raise RequestError(f"{indexed[0]} holds ids; name the tokenizer that made them by --tokenizer FILE.model")
         try:
             output.mkdir(parents=True, exist_ok=True)
             with folder_lock(output, "preparation"):

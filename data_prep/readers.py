@@ -4,6 +4,7 @@ Reading yields a `Document` or a `Rejection` for every record, so that nothing i
 cannot be read at all raises RequestError.
 """
 
+import functools
 import gzip
 import io
 import json
@@ -13,11 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.megatron import INDEX_SUFFIX, IndexedDataset
 from data_prep.options import PrepareOptions
 from data_prep.sources import JSONL_SUFFIXES, REMOTE_PREFIX
 from data_prep.tables import Row, csv_rows, dataset_rows, parquet_rows
 from data_prep.units import Segment
 from lex_pretrain.errors import RequestError
+from lex_pretrain.tokenizer import Tokenizer
 
 NOT_UTF8 = "not UTF-8"
 TOO_LONG = "too long"
@@ -27,11 +33,15 @@ _SKIPPED_AT_ONCE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text and its UTF-8; `record` counts the records of its segment from 1."""
+    """A document's text and its UTF-8; `record` counts the records of its segment from 1.
+
+    `ids` are those that the source itself holds, without EOD; None where the source holds text.
+    """
 
     text: str
     data: bytes
     record: int
+    ids: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class SegmentReader:
             return _read_rows(dataset_rows(source, segment.start, segment.end), key)
         if path.name.endswith(JSONL_SUFFIXES):
             return _read_json_lines(path, segment, key, options.max_document_bytes)
+        if path.suffix == INDEX_SUFFIX:
+            return _read_indexed(path, segment, options.tokenizer)
         if path.suffix == ".parquet":
             return _read_rows(parquet_rows(path, segment.start, segment.end, key.partition(".")[0]), key)
         if path.suffix == ".csv":
@@ -192,3 +204,29 @@ def _read_rows(rows: Iterator[Row], text_key: str, surrogate_reason: str = SURRO
         number += 1
         yield _document_of_row(row, number, text_key, 0, surrogate_reason)
     return number
+
+
+def _read_indexed(path: Path, segment: Segment, tokenizer_file: Path | None) -> Items:
+    """Documents of a Megatron dataset: their ids as they are, and the text that they stand for."""
+    if tokenizer_file is None:
+        raise RequestError(f"{path} holds ids; name the tokenizer that made them by --tokenizer FILE.model")
+    dataset, tokenizer = IndexedDataset(path), _tokenizer(tokenizer_file)
+    end = len(dataset) if segment.end is None else segment.end
+    for number, place in enumerate(range(segment.start, end), start=1):
+        ids = dataset.document(place)
+        if len(ids) and ids[-1] == tokenizer.eod_id:
+            ids = ids[:-1]
+        if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+            detail = f"ids {ids.min()} to {ids.max()}, vocabulary of {tokenizer.vocab_size}"
+            yield Rejection("ids of another tokenizer", number, 0, detail)
+        elif (ids == tokenizer.eod_id).any():
+            yield Rejection("end of document inside", number, 0, f"token {int(np.argmax(ids == tokenizer.eod_id))}")
+        else:
+            text = tokenizer.decode(ids.tolist())
+            yield Document(text, text.encode(), number, ids)
+    return end - segment.start
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(file: Path) -> Tokenizer:
+    return Tokenizer(file)

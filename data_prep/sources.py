@@ -35,15 +35,18 @@ def list_sources(inputs: list[str]) -> list[str]:
 
 def _files(given: str) -> list[Path]:
     path = Path(given)
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        # A Megatron dataset is both files, and its index stands for them.
+        path = path.with_suffix(".idx")
     if path.is_dir():
         found = [file for file in path.rglob("*") if file.is_file() and _is_text(file, path)]
         if not found:
             raise RequestError(f"folder {given} holds no text file to read")
         return found
     if path.exists():
-        if not _is_text(path, path.parent):
+        if path.suffix != ".idx" and not _is_text(path, path.parent):
             raise RequestError(
-                f"{given} is not a format that can be read: give text, .jsonl[.gz|.zst], .parquet or .csv"
+                f"{given} is not a format that can be read: give text, .jsonl[.gz|.zst], .parquet, .csv or .idx"
             )
         return [path]
     root = Path(path.anchor or ".")
@@ -69,7 +72,9 @@ def name_and_split(source: str) -> tuple[str, str]:
 
 def stamp(source: str) -> dict[str, Any]:
     """What tells whether a source has changed since. A remote dataset is trusted to stay as it is."""
-    if not source.startswith(REMOTE_PREFIX):
+    if source.endswith(".idx"):
+        files = [Path(source), Path(source).with_suffix(".bin")]
+    elif not source.startswith(REMOTE_PREFIX):
         files = [Path(source)]
     elif (folder := Path(name_and_split(source)[0])).is_dir():
         files = [file for file in folder.rglob("*") if file.is_file()]

@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.megatron import INDEX_SUFFIX, document_ranges
 from data_prep.sources import REMOTE_PREFIX
 from data_prep.tables import parquet_row_groups, plan_dataset
 from lex_pretrain.errors import RequestError
 
-# A guess for planning only: compressed text unpacks to about this many times its size.
+# Guesses for planning only: compressed text unpacks to so many times its size, and a token stands for so much text.
 _COMPRESSION_RATIO = 4
+_TEXT_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a source: bytes of a .jsonl, row groups of a .parquet, rows or shards of a dataset.
+    """A part of a source: bytes of a .jsonl, row groups of a .parquet, documents of an .idx, rows or shards of others.
 
     `end` None means all of it. `num_bytes` is the text's size where it is known, for planning and progress.
     """
@@ -64,6 +66,9 @@ def _segments(source: str, unit_bytes: int) -> Iterator[Segment]:
         for start in range(0, size, unit_bytes):
             end = min(start + unit_bytes, size)
             yield Segment(source, start, end, end - start)
+    elif path.suffix == INDEX_SUFFIX:
+        for start, end, num_bytes in document_ranges(path, unit_bytes, _TEXT_BYTES_PER_TOKEN):
+            yield Segment(source, start, end, num_bytes)
     elif path.suffix == ".parquet" and size > unit_bytes:
         yield from _parquet_segments(path, unit_bytes)
     else:

@@ -172,6 +172,18 @@ def verify_data(
 
 
 @app.command()
+def export_data(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="dataset folder made by `lex-pretrain prepare`")],
+    output: Annotated[Path, typer.Option(help="folder that gets a .bin and an .idx of each split")],
+) -> None:
+    """Write a dataset as Megatron's indexed datasets; `prepare FILE.idx --tokenizer FILE.model` reads such."""
+    from data_prep.megatron import write_indexed_datasets
+
+    for file in write_indexed_datasets(folder, output):
+        logger.info("%s", file)
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML config of the run")],
     overrides: Overrides = None,
