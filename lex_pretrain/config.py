@@ -40,6 +40,12 @@ class DataSection(Section):
 
     path: str | None = Field(default=None, description="one dataset folder made by `lex-pretrain prepare`")
     sources: tuple[SourceSection, ...] = Field(default=(), description="several dataset folders with weights")
+    temperature: float | None = Field(
+        default=None, gt=0, description="T: sources count by weight * tokens^(1/T), 1 = by size; null = by weight alone"
+    )
+    windows: Literal["stream", "documents"] = Field(
+        default="stream", description="lay windows over the stream of all documents, or within single documents"
+    )
     validation_split: str = Field(default="validation", description="split that validation reads")
 
     @model_validator(mode="after")

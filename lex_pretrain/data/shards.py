@@ -129,13 +129,25 @@ class TokenDataset:
                 windows[row] = self.read(int(starts[row]), length)
         return windows
 
+    def shard_start(self, index: int) -> int:
+        """Place of a shard's first token in the stream; that of the shard after the last is the stream's end."""
+        return int(self._starts[index])
+
+    def document_starts(self, index: int) -> NDArray[np.int64]:
+        """Place in the stream of the first token of each document of a shard."""
+        file = documents_file(self.folder, self.shards[index].stem)
+        try:
+            starts: NDArray[np.int64] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{file} cannot be read: {error}") from error
+        return starts + self.shard_start(index)
+
     def document_bounds(self) -> Iterator[tuple[int, int]]:
         """First token and the place past the EOD of each document, in the order of the stream."""
-        for shard, base in zip(self.shards, self._starts.tolist(), strict=False):
-            starts = np.load(documents_file(self.folder, shard.stem), mmap_mode="r", allow_pickle=False)
-            ends = np.append(starts[1:], shard.num_tokens)
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                yield base + start, base + end
+        for index in range(len(self.shards)):
+            starts = self.document_starts(index)
+            ends = np.append(starts[1:], self.shard_start(index + 1))
+            yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
     def _map(self, index: int) -> Tokens:
         if index not in self._maps:

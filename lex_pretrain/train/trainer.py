@@ -13,7 +13,7 @@ import torch.distributed
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
-from lex_pretrain.data.loader import Loader, open_sources
+from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.data.order import derive_key
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.hardware import check_precision, device_of_rank, measure_matmul_flops
@@ -159,8 +159,9 @@ def train(config: Config, resume: str | None = None) -> None:
     main = ranks.rank == 0
     datasets = open_sources(config.data, split="train")
     config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
-    weights = [source.weight for source in config.data.resolved_sources]
-    loader = Loader(datasets, weights, config.model.sequence_length, config.run.seed)
+    weights = mixture_weights(config.data, datasets)
+    within_documents = config.data.windows == "documents"
+    loader = Loader(datasets, weights, config.model.sequence_length, config.run.seed, within_documents)
     check_same_run(config, output_dir, resume)
     checkpoints = Checkpoints(config, ranks, datasets[0].folder / TOKENIZER_FILE)
     fingerprint = "+".join(dataset.manifest.fingerprint for dataset in datasets)
@@ -255,8 +256,14 @@ def describe(trainer: Trainer, state: TrainState) -> None:
         "" if torch.get_num_threads() == 1 else "s",
     )
     epochs = trainer.loader.order.epochs(config.train.num_steps * config.train.global_batch_size)
-    for dataset, num_epochs in zip(trainer.loader.datasets, epochs, strict=True):
-        logger.info("%s: %s tokens, read %.2f times", dataset.folder, f"{dataset.num_tokens:,}", num_epochs)
+    for source, (dataset, num_epochs) in enumerate(zip(trainer.loader.datasets, epochs, strict=True)):
+        passed_over = ""
+        if config.data.windows == "documents":
+            share = trainer.loader.share_passed_over(source)
+            passed_over = f"; {share:.1%} of them fill no window within a document and are passed over"
+        logger.info(
+            "%s: %s tokens, read %.2f times%s", dataset.folder, f"{dataset.num_tokens:,}", num_epochs, passed_over
+        )
     tokens_per_step = config.train.global_batch_size * config.model.sequence_length
     logger.info(
         "steps %d to %d of %s tokens (%d sequences of %d; micro batch %d, %d accumulated)",
