@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -59,10 +60,15 @@ def test_ids_are_16_bits_as_long_as_they_fit() -> None:
 
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_the_number_of_workers(corpus: Path, tmp_path: Path) -> None:
-    settings = PrepareOptions(vocab_size=320, validation_fraction=0.1, test_fraction=0.1, unit_bytes=30_000)
-    for workers in (1, 3):
-        prepare([str(corpus)], tmp_path / str(workers), settings, workers)
-    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+    """One file is a hundred times the others, and with seven workers it is spread over all of them."""
+    large = tmp_path / "large.jsonl"
+    large.write_text("".join(json.dumps({"text": make_text(1000 + number, 150)}) + "\n" for number in range(150)))
+    settings = PrepareOptions(vocab_size=320, validation_fraction=0.1, test_fraction=0.1, unit_bytes=20_000)
+    for workers in (1, 2, 3, 7):
+        prepare([str(corpus), str(large)], tmp_path / str(workers), settings, workers)
+    assert len(list((tmp_path / "1" / ".units").glob("unit-*.json"))) > 14
+    for workers in (2, 3, 7):
+        assert digests(tmp_path / "1") == digests(tmp_path / str(workers))
 
 
 @pytest.mark.slow
@@ -76,21 +82,73 @@ def test_bytes_are_the_same_under_mpiexec(corpus: Path, dataset: Path, tmp_path:
     assert digests(output) == digests(dataset)
 
 
+# Prepares as the command would, but dies by SIGKILL at its n-th flush of a file or folder to disk: every file that
+# a preparation leaves is flushed before and after its rename, so every state that can be left behind lies between two.
+DYING = """
+import os, signal, sys
+left, flush = int(sys.argv.pop(1)), os.fsync
+def flush_or_die(descriptor):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(descriptor)
+os.fsync = flush_or_die
+from lex_pretrain.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def killable(corpus: Path, dataset: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A dataset prepared in one go, and the arguments that prepare the same in `tmp_path / "broken"`."""
+    again = corpus / "document-000.txt"
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": again.read_text()}) + "\n{bad\n")
+    inputs = [str(corpus), str(tmp_path / "more.jsonl")]
+    prepare(inputs, tmp_path / "whole", options(dataset, unit_bytes=20_000, max_rejected=0.1), 1)
+    arguments = ["prepare", *inputs, "--output", str(tmp_path / "broken"), "--unit-bytes", "20000"]
+    arguments += ["--tokenizer", str(dataset / "tokenizer.model"), "--max-rejected", "10%"]
+    return tmp_path / "whole", [*arguments, "--validation-fraction", "0", "--test-fraction", "0"]
+
+
 @pytest.mark.slow
-def test_killed_anywhere_the_same_command_ends_with_the_same_bytes(corpus: Path, dataset: Path, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = options(dataset, unit_bytes=5_000)
-    prepare([str(corpus)], whole, settings, 1)
-    command = [sys.executable, "-m", "lex_pretrain", "prepare", str(corpus), "--output", str(broken)]
-    command += ["--tokenizer", str(dataset / "tokenizer.model"), "--unit-bytes", "5000", "--workers", "1"]
-    command += ["--validation-fraction", "0", "--test-fraction", "0"]
-    for seconds in (0.4, 0.8, 1.2):
+def test_killed_between_any_two_writes_the_same_command_ends_with_the_same_bytes(
+    killable: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    whole, arguments = killable
+    random_points = random.Random(1)
+    num_kills = 0
+    while True:
+        after = random_points.randint(1, 30)
+        command = [sys.executable, "-c", DYING, str(after), *arguments, "--workers", "1"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if result.returncode == 0:
+            break
+        assert result.returncode == -signal.SIGKILL, result.stderr
+        num_kills += 1
+        assert num_kills < 40
+    assert num_kills >= 4
+    assert digests(tmp_path / "broken") == digests(whole)
+    assert verify(tmp_path / "broken", full=True) == []
+
+
+@pytest.mark.slow
+def test_killed_with_its_workers_the_same_command_ends_with_the_same_bytes(
+    killable: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    whole, arguments = killable
+    command = [sys.executable, "-m", "lex_pretrain", *arguments, "--workers", "2"]
+    units = tmp_path / "broken" / ".units"
+    for num_finished in (1, 4, 8):
         process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-        time.sleep(seconds)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and len(list(units.glob("unit-?????.json"))) < num_finished:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    subprocess.run(command, check=True, capture_output=True)
-    assert digests(broken) == digests(whole)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert digests(tmp_path / "broken") == digests(whole)
 
 
 def test_adding_files_moves_no_document_to_another_side(corpus: Path, dataset: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -18,6 +19,7 @@ from pyarrow import parquet
 from data_prep.prepare import prepare
 from data_prep.readers import Document, SegmentReader
 from data_prep.units import Segment, make_units
+from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import RequestError
 from tests.conftest import make_text
 from tests.preparing import options, pack, rejections_of, texts_of
@@ -125,6 +127,26 @@ def test_a_line_beyond_the_limit_is_skipped_without_being_held(dataset: Path, tm
     assert texts_of(tmp_path / "out") == ["before", "after"]
     (rejected,) = rejections_of(tmp_path / "out")
     assert (rejected["record"], rejected["reason"], rejected["bytes"]) == (2, "too long", 8_000_013)
+
+
+@pytest.mark.slow
+def test_a_line_of_200_megabytes_is_one_document_in_bounded_memory(dataset: Path, tmp_path: Path) -> None:
+    part = "".join(make_text(number, 2000) for number in range(40))
+    num_parts = 200_000_000 // len(part)
+    (tmp_path / "in.jsonl").write_bytes(lines_of(["before", part * num_parts, "after"]))
+    arguments = ["prepare", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    arguments += ["--tokenizer", str(dataset / "tokenizer.model"), "--validation-fraction", "0", "--test-fraction", "0"]
+    process = subprocess.Popen([sys.executable, "-m", "lex_pretrain", *arguments])
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    # The line, its text, and what is made of them stand in memory once each, with 2 bytes for each of 120 M tokens.
+    assert usage.ru_maxrss * 1024 < 2e9
+    stream = TokenDataset.open(tmp_path / "out")
+    (_, start), (_, end), _ = stream.document_bounds()
+    tokenizer = stream.tokenizer()
+    # The part ends with a line, across which no piece of this tokenizer reaches.
+    expected = np.tile(np.array(tokenizer.encode(part), dtype=np.uint16), num_parts)
+    np.testing.assert_array_equal(stream.read(start, end - start), np.append(expected, tokenizer.eod_id))
 
 
 def test_a_long_document_comes_back_and_unbroken_data_is_rejected(dataset: Path, tmp_path: Path) -> None:
