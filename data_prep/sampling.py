@@ -18,8 +18,8 @@ from lex_pretrain.tokenizer import Tokenizer
 
 # Units read for the round-trip check, and documents of each.
 _CHECKED_UNITS = 8
-_CHECKED_DOCUMENTS = 50
-_CHECKED_CHARACTERS = 200_000
+_CHECKED_DOCUMENTS = 25
+_CHECKED_CHARACTERS = 10_000
 # Each unit gives so many times its share of the sample, for documents are spread unevenly.
 _MARGIN = 2
 

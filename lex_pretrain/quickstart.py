@@ -128,14 +128,14 @@ def _prepare(output: Path, data: Path) -> str:
     """Copy Python sources of this machine into one folder and prepare it; returns the command."""
     corpus = output / "corpus"
     if not corpus.is_dir():
-        _copy_sources(corpus)
+        copy_sources(corpus)
     command = ["prepare", str(corpus), "--output", str(data), "--vocab-size", str(VOCAB_SIZE)]
     command += ["--validation-fraction", "0.02", "--test-fraction", "0.1", "--unit-bytes", str(4 * 2**20)]
     _run(command)
     return _shown(command)
 
 
-def _copy_sources(corpus: Path) -> None:
+def copy_sources(corpus: Path) -> None:
     """The standard library's and then the installed packages' `.py` files, as many as fit, long ones kept whole.
 
     Under names of their content's hash, so that each text is there once.

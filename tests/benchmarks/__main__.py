@@ -1,16 +1,28 @@
 """Run the benchmarks named on the command line, or all of them, and show their lines."""
 
-import sys
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, evaluate, loader, model
-
-BENCHMARKS = {"loader": loader.run, "attention": attention.run, "model": model.run, "evaluate": evaluate.run}
+from tests.benchmarks import attention, evaluate, loader, model, prepare
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or list(BENCHMARKS)
-    if unknown := [name for name in wanted if name not in BENCHMARKS]:
-        sys.exit(f"unknown benchmark {', '.join(unknown)}; known: {', '.join(BENCHMARKS)}")
-    for name in wanted:
-        for line in BENCHMARKS[name]():
-            console.print(line)
+    benchmarks: dict[str, Callable[[], list[str]]] = {
+        "prepare": prepare.run,
+        "loader": loader.run,
+        "attention": attention.run,
+        "model": model.run,
+        "evaluate": evaluate.run,
+    }
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks)}; all if not given")
+    parser.add_argument("--corpus", type=Path, help=".jsonl for `prepare`; Python's own sources if not given")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in benchmarks]:
+        parser.error(f"unknown benchmark {', '.join(unknown)}; known: {', '.join(benchmarks)}")
+    benchmarks["prepare"] = partial(prepare.run, arguments.corpus)
+    for name in arguments.names or benchmarks:
+        for line in benchmarks[name]():
+            console.print(line, highlight=False, soft_wrap=True)
