@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test check format bench clean
+.PHONY: help quickstart test check format bench paper-mini clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make check       format, lint and types"
 	@echo "make format      rewrite the sources in the project's format"
 	@echo "make bench       run the benchmarks"
+	@echo "make paper-mini  train and compare four position schemes as in the paper, for each of SEEDS"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +44,27 @@ $(VENV)/.installed-bench: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+# Every command goes on where it was stopped. CORPUS is anything that `lex-pretrain prepare` reads.
+SEEDS ?= 1
+STEPS ?= 600
+POSITIONS := absolute alibi rope xpos
+MINI := paper-mini
+CORPUS ?= '$(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")/**/*.py'
+MINI_LENGTHS := 32,64,128,256,512,1024,2048,4096,8192
+
+paper-mini: $(VENV)/.installed
+	$(BIN)/lex-pretrain prepare $(CORPUS) --output $(MINI)/data --vocab-size 2048 \
+		--validation-fraction 0.02 --test-fraction 0.1 --unit-bytes 4194304 --max-rejected 5%
+	set -e; for seed in $(SEEDS); do for position in $(POSITIONS); do \
+		run=$(MINI)/$$position-$$seed; \
+		$(BIN)/lex-pretrain launch -- train --config configs/paper-mini/$$position.yaml run.seed=$$seed \
+			run.output_dir=$$run data.path=$(MINI)/data train.num_steps=$(STEPS); \
+		test -f $$run-evaluation/report.html || $(BIN)/lex-pretrain evaluate $$run --data $(MINI)/data \
+			--lengths $(MINI_LENGTHS) --attention causal,blockwise --max-documents 32 --output $$run-evaluation; \
+	done; done
+	$(BIN)/lex-pretrain compare $(foreach position,$(POSITIONS),$(foreach seed,$(SEEDS),$(MINI)/$(position)-$(seed)-evaluation)) \
+		--output $(MINI)/comparison
 
 clean:
 	rm -rf $(VENV) build *.egg-info

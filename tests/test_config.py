@@ -14,7 +14,7 @@ from lex_pretrain.train.schedule import learning_rate
 from lex_pretrain.train.trainer import resolve_vocab_size
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
+RUNS = sorted([*(CONFIGS / "runs").glob("*.yaml"), *(CONFIGS / "paper-mini").glob("[!b]*.yaml")])
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)

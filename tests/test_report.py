@@ -196,3 +196,20 @@ def test_training_curves_are_found_beside_the_checkpoints(tmp_path: Path) -> Non
     XPOS.model_copy(update={"checkpoint": str(run / "checkpoints" / "step-00000002")}).save(tmp_path / "evaluation")
     compare([tmp_path / "evaluation"], tmp_path / "out", "command")
     assert (tmp_path / "out" / "training.png").exists()
+
+
+def test_runs_of_several_seeds_are_summed_up_with_their_spread() -> None:
+    runs = [
+        results("xpos", [20 + seed, 16, 14], [20, 16, 13], name=f"xpos-{seed}", checkpoint=f"runs/xpos-{seed}")
+        for seed in range(3)
+    ]
+    other = results("rope", [21, 17, 40], [21, 17, 16])
+    longer = results("xpos", [20, 16, 14], [20, 16, 13], name="xpos-longer", step=10)
+    spread = [table for table in all_tables([*runs, other, longer]) if table.heading == "Spread over runs"]
+    assert [table.rows for table in spread] == [
+        [
+            ["xpos (3 runs)", "causal", "21.00 ± 1.00", "16.00 ± 0.00", "14.00 ± 0.00"],
+            ["xpos (3 runs)", "blockwise", "20.00 ± 0.00", "16.00 ± 0.00", "13.00 ± 0.00"],
+        ]
+    ]
+    assert not [table for table in all_tables([runs[0], other]) if table.heading == "Spread over runs"]

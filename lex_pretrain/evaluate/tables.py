@@ -1,6 +1,7 @@
 """Tables of several results: rows of text for the report and for Markdown, and one for the terminal."""
 
 from collections.abc import Callable, Sequence
+from statistics import mean, stdev
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -46,6 +47,7 @@ def all_tables(all_results: Sequence[Results]) -> list[Table]:
             "Comparable between tokenizers.",
             lambda record: "" if record.bits_per_byte is None else f"{record.bits_per_byte:.4f}",
         ),
+        _spread(all_results),
         _resolution(all_results),
         _retrieval(all_results),
         _by_length(
@@ -75,6 +77,31 @@ def _by_length(
             if any(found):
                 rows.append([label, mode, *("" if record is None else cell(record) for record in found)])
     return Table(heading, note, ["model", "attention", *(f"{length:,}" for length in lengths)], rows)
+
+
+def _spread(all_results: Sequence[Results]) -> Table:
+    """Mean and standard deviation over the runs that are alike, such as those of several seeds; no row for one run."""
+    alike: dict[tuple[object, ...], list[Results]] = {}
+    for results in all_results:
+        size = results.num_layers, results.num_parameters, results.training_length, results.step
+        alike.setdefault((results.position, *size, results.documents_sha256), []).append(results)
+    groups = [group for group in alike.values() if len(group) > 1]
+    lengths = sorted({r.length for group in groups for r in group[0].perplexity if r.protocol == "pieces"})
+    rows = []
+    for group in groups:
+        for mode in group[0].attentions:
+            cells = []
+            for length in lengths:
+                records = [record for results in group if (record := results.find(mode, length)) is not None]
+                values = [record.perplexity for record in records]
+                cells.append(f"{mean(values):.2f} ± {stdev(values):.2f}" if len(values) > 1 else "")
+            rows.append([f"{group[0].position} ({len(group)} runs)", mode, *cells])
+    return Table(
+        "Spread over runs",
+        "Perplexity in pieces: the mean of runs that differ in nothing but their seed, ± their standard deviation.",
+        ["model", "attention", *(f"{length:,}" for length in lengths)],
+        rows,
+    )
 
 
 def _resolution(all_results: Sequence[Results]) -> Table:
