@@ -354,6 +354,18 @@ def generate(
     typer.echo()
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
+    output: Annotated[Path, typer.Option(help="folder to make; it must be new or empty")],
+) -> None:
+    """Make a Hugging Face folder that `transformers` loads where this program is not installed."""
+    from lex_pretrain.export.export import export_model
+
+    checkpoint = export_model(run, output)
+    logger.info("%s is exported to %s", checkpoint, output)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,31 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path`; on success its files are flushed and it is renamed, else it is removed.
+
+    Raises RequestError when `path` is there already and not an empty folder.
+    """
+    path = path.resolve()
+    if path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None):
+        raise RequestError(f"{path} is there already and not an empty folder; remove it or choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        sync_folder(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary)
         raise
     sync_folder(path.parent)
 

@@ -116,20 +116,24 @@ def program(tmp_path: Path) -> Program:
     return run
 
 
-@pytest.fixture
-def checkpoint(tiny_config: Callable[..., Config], dataset: Path, tmp_path: Path) -> Path:
-    """A checkpoint of random weights, made without training."""
+def save_checkpoint(folder: Path, config: Config, dataset: Path) -> Path:
+    """A checkpoint of random weights, made without training; what training adds for itself is not in it."""
     from safetensors.torch import save_file
 
     from lex_pretrain.model.decoder import Decoder
     from lex_pretrain.train.checkpoint import gather_weights
     from lex_pretrain.train.trainer import resolve_vocab_size
 
-    folder = tmp_path / "run" / "checkpoints" / "step-00000007"
     folder.mkdir(parents=True)
-    config = resolve_vocab_size(tiny_config(), 320)
+    config = resolve_vocab_size(config, 320)
     torch.manual_seed(0)
     save_file(gather_weights(Decoder(config.model), keep=True), folder / "model.safetensors")
     save_config(config, folder / "config.yaml")
     (folder / "tokenizer.model").write_bytes((dataset / "tokenizer.model").read_bytes())
     return folder
+
+
+@pytest.fixture
+def checkpoint(tiny_config: Callable[..., Config], dataset: Path, tmp_path: Path) -> Path:
+    """The only checkpoint of a run."""
+    return save_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000007", tiny_config(), dataset)

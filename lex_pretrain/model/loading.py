@@ -1,4 +1,4 @@
-"""A trained decoder from a run's folder or one of its checkpoints, ready to evaluate or to generate."""
+"""A trained decoder from a run, one of its checkpoints or an exported folder, ready to evaluate or to generate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ from safetensors.torch import load_file
 
 from lex_pretrain.config import Config, Precision
 from lex_pretrain.errors import RequestError
+from lex_pretrain.files import read_json
 from lex_pretrain.model.decoder import Decoder
 
 CHECKPOINTS_FOLDER = "checkpoints"
 CONFIG_FILE = "config.yaml"
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.model"
+# A folder of `lex-pretrain export` has this as well; a checkpoint has its step in its name.
+EXPORTED_CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,16 @@ def load_decoder(
         decoder=decoder.to(dtype_of(config.train.precision)).eval().requires_grad_(False),
         config=config,
         tokenizer_file=folder / TOKENIZER_FILE,
-        step=int(folder.name.removeprefix("step-")) if folder.name.startswith("step-") else 0,
+        step=_step_of(folder),
         checkpoint_folder=folder,
     )
+
+
+def _step_of(folder: Path) -> int:
+    exported = folder / EXPORTED_CONFIG_FILE
+    if exported.is_file():
+        return int(read_json(exported)["step"])
+    return int(folder.name.removeprefix("step-")) if folder.name.startswith("step-") else 0
 
 
 def _load_config(path: Path) -> Config:
