@@ -119,7 +119,11 @@ def test_padding_at_the_left_changes_nothing_and_other_masks_are_refused(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_generation_is_that_of_this_program(
-    variant: str, folders: Path, outside: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    variant: str,
+    folders: Path,
+    outside: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found, exported = outside[variant], folders / "exported" / variant
     greedy = Sampling(temperature=0)
