@@ -200,7 +200,7 @@ def train(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, of one checkpoint, or of an export")],
     more_data: Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)] = None,
     data: Annotated[
         list[str] | None,
@@ -303,7 +303,7 @@ def compare(
 
 @app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of one checkpoint")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, of one checkpoint, or of an export")],
     prompt: Annotated[list[str], typer.Option(help="text to go on from; give it again for a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at the most")] = 200,
     attention: Annotated[
