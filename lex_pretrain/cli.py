@@ -29,7 +29,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="dotted overrides of the config, such as model.hidden_size=512"),
 ]
-
+TrainedModel = Annotated[
+    Path,
+    typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, of one checkpoint, or of an export"),
+]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -200,7 +203,7 @@ def train(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, of one checkpoint, or of an export")],
+    run: TrainedModel,
     more_data: Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)] = None,
     data: Annotated[
         list[str] | None,
@@ -303,7 +306,7 @@ def compare(
 
 @app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="folder of a run, of one checkpoint, or of an export")],
+    run: TrainedModel,
     prompt: Annotated[list[str], typer.Option(help="text to go on from; give it again for a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at the most")] = 200,
     attention: Annotated[
