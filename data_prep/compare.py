@@ -4,15 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.documents import DocumentTable
 from data_prep.job import JOB_FILE
 from data_prep.options import PrepareOptions
 from data_prep.packing import shard_stem
 from data_prep.readers import Document, SegmentReader
 from data_prep.sources import stamp
-from data_prep.unit_files import dropped_file, record_file, table_file
 from data_prep.units import Unit, make_units
 from lex_pretrain.data.manifest import SPLITS, Manifest, Split
+from lex_pretrain.data.origins import DocumentTable, kept_rows, table_file
 from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, tokens_file
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import read_json
@@ -62,13 +61,9 @@ def _is_unchanged(state: dict[str, object]) -> bool:
 def _places(folder: Path, unit: Unit) -> dict[tuple[int, int], Place]:
     """Where each packed document of the unit stands, by the segment and record that it came from."""
     table = DocumentTable.load(table_file(folder, unit.number))
-    dropped = np.empty(0, dtype=np.int64)
-    if read_json(record_file(folder, unit.number))["num_dropped"]:
-        dropped = np.load(dropped_file(folder, unit.number), allow_pickle=False)
     places: dict[tuple[int, int], Place] = {}
     for split in SPLITS:
-        rows = np.setdiff1d(table.places_of(split), dropped)
-        for place, row in enumerate(rows.tolist()):
+        for place, row in enumerate(kept_rows(folder, unit.number, table, split).tolist()):
             places[int(table.segment[row]), int(table.record[row])] = split, place
     return places
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.documents import DocumentTable
 from data_prep.duplicates import find_duplicates
 from data_prep.packing import PackJob
-from data_prep.unit_files import UnitRecord, dropped_file, json_lines, rejected_file, table_file
+from data_prep.unit_files import UnitRecord, json_lines, rejected_file
 from lex_pretrain.data.manifest import Account, ShardRecord, Tally
+from lex_pretrain.data.origins import DocumentTable, dropped_file, table_file
 from lex_pretrain.data.shards import documents_file, tokens_file, write_array, write_shard
 from lex_pretrain.files import atomic_write
 

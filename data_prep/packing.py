@@ -17,9 +17,10 @@ from data_prep.options import PrepareOptions
 from data_prep.readers import Document, Item, Rejection, SegmentReader
 from data_prep.running import RunningUnit
 from data_prep.sources import stamp
-from data_prep.unit_files import UnitRecord, contamination_file, json_lines, rejected_file, table_file
+from data_prep.unit_files import UnitRecord, contamination_file, json_lines, rejected_file
 from data_prep.units import Segment, Unit
 from lex_pretrain.data.manifest import SPLITS, Account, ShardRecord, Split, Tally
+from lex_pretrain.data.origins import table_file
 from lex_pretrain.data.shards import TOKENIZER_FILE, Tokens, write_shard
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import atomic_write
@@ -92,7 +93,8 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
     written = [packer.write(output, unit.number, split) for split, packer in packers.items()]
     shards = tuple(shard for shard in written if shard is not None)
     account = tallies.account(sum(shard.num_tokens for shard in shards))
-    record = UnitRecord(key=job.key, shards=shards, account=account, num_records=tuple(num_records))
+    sources = tuple(segment.source for segment in unit.segments)
+    record = UnitRecord(key=job.key, shards=shards, account=account, num_records=tuple(num_records), sources=sources)
     record.save(output, unit.number)
     return record
 

@@ -27,11 +27,12 @@ from data_prep.running import forget_running_unit, forget_running_units, running
 from data_prep.sampling import provide_tokenizer
 from data_prep.sources import list_sources
 from data_prep.summary import account_line, summary_table
-from data_prep.unit_files import UNITS_FOLDER, UnitRecord, contamination_file, finished_unit
+from data_prep.unit_files import UnitRecord, contamination_file, finished_unit
 from data_prep.units import Unit, make_units
 from data_prep.word_runs import index_of_runs
 from lex_pretrain import __version__
 from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Account, Manifest, TokenizerRecord
+from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.shards import token_dtype, write_array
 from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import folder_lock, sha256_of_json, write_json

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data_prep.unit_files import UNITS_FOLDER
+from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.manifest import Account
 
 _SECONDS_BETWEEN_REPORTS = 1.0

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from lex_pretrain.data.manifest import Account, ShardRecord
+from lex_pretrain.data.origins import UNITS_FOLDER, record_file, table_file
 from lex_pretrain.data.shards import documents_file, tokens_file
 from lex_pretrain.files import read_json, write_json
 
-UNITS_FOLDER = ".units"
 CONTAMINATION_FILE = "contamination.npy"
 
 
@@ -25,22 +25,11 @@ class UnitRecord(BaseModel):
     shards: tuple[ShardRecord, ...]
     account: Account
     num_records: tuple[int, ...]  # of each segment
+    sources: tuple[str, ...] = ()  # of each segment; empty in folders that were prepared before this was kept
     num_dropped: int = 0  # duplicates, dropped after all units were read
 
     def save(self, output: Path, number: int) -> None:
         write_json(record_file(output, number), self.model_dump(mode="json"))
-
-
-def record_file(output: Path, number: int) -> Path:
-    return output / UNITS_FOLDER / f"unit-{number:05d}.json"
-
-
-def table_file(output: Path, number: int) -> Path:
-    return output / UNITS_FOLDER / f"unit-{number:05d}.documents.npz"
-
-
-def dropped_file(output: Path, number: int) -> Path:
-    return output / UNITS_FOLDER / f"unit-{number:05d}.dropped.npy"
 
 
 def rejected_file(output: Path, number: int) -> Path:

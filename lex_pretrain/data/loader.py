@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lex_pretrain.config import DataSection
 from lex_pretrain.data.order import SampleOrder
+from lex_pretrain.data.origins import origin_of
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.data.windows import DocumentWindows, StreamWindows, Windows
 from lex_pretrain.errors import RequestError
@@ -54,6 +55,20 @@ class Loader:
         """Share of a source's tokens that lie in no window."""
         covered = self._windows[source].num_windows * self.sequence_length
         return 1 - covered / max(1, self.datasets[source].num_tokens)
+
+    def documents(self, samples: NDArray[np.int64]) -> list[str]:
+        """The origins of all documents in the windows of the given global sample indices, each once, in order."""
+        found: dict[str, None] = {}
+        sources, windows = self.order.locate(samples)
+        for source, window in zip(sources.tolist(), windows, strict=True):
+            dataset = self.datasets[source]
+            token = int(self._windows[source].starts(np.array([window]))[0])
+            end = token + self.sequence_length + 1
+            while token < end:
+                place = dataset.document_at(token)
+                found[origin_of(dataset.folder, place.shard.stem, dataset.split, place.number)] = None
+                token = place.end
+        return list(found)
 
     def micro_batch(self, samples: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
         """Input tokens and their next tokens, both [B, sequence_length], on `device`."""

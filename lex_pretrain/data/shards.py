@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def write_shard(
         tokens_sha256=sha256_of_file(files[0]),
         documents_sha256=sha256_of_file(files[1]),
     )
+
+
+@dataclass(frozen=True)
+class DocumentPlace:
+    """A document: the `number`-th of its shard, counted from 0, and tokens `start` .. `end` - 1 of the stream."""
+
+    shard: ShardRecord
+    number: int
+    start: int
+    end: int
 
 
 class TokenDataset:
@@ -135,12 +146,17 @@ class TokenDataset:
 
     def document_starts(self, index: int) -> NDArray[np.int64]:
         """Place in the stream of the first token of each document of a shard."""
-        file = documents_file(self.folder, self.shards[index].stem)
-        try:
-            starts: NDArray[np.int64] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise RequestError(f"{file} cannot be read: {error}") from error
-        return starts + self.shard_start(index)
+        return self._map_starts(index) + self.shard_start(index)
+
+    def document_at(self, token: int) -> DocumentPlace:
+        """The document that holds a token of the stream, by binary search; IndexError beyond its ends."""
+        if not 0 <= token < self.num_tokens:
+            raise IndexError(f"token {token} of {self.num_tokens}")
+        index = int(np.searchsorted(self._starts, token, side="right")) - 1
+        shard, base, starts = self.shards[index], self.shard_start(index), self._map_starts(index)
+        number = int(np.searchsorted(starts, token - base, side="right")) - 1
+        end = int(starts[number + 1]) if number + 1 < len(starts) else shard.num_tokens
+        return DocumentPlace(shard, number, base + int(starts[number]), base + end)
 
     def document_bounds(self) -> Iterator[tuple[int, int]]:
         """First token and the place past the EOD of each document, in the order of the stream."""
@@ -148,6 +164,14 @@ class TokenDataset:
             starts = self.document_starts(index)
             ends = np.append(starts[1:], self.shard_start(index + 1))
             yield from zip(starts.tolist(), ends.tolist(), strict=True)
+
+    def _map_starts(self, index: int) -> NDArray[np.int64]:
+        file = documents_file(self.folder, self.shards[index].stem)
+        try:
+            starts: NDArray[np.int64] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{file} cannot be read: {error}") from error
+        return starts
 
     def _map(self, index: int) -> Tokens:
         if index not in self._maps:

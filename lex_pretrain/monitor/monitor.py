@@ -13,6 +13,8 @@ from lex_pretrain.progress import console, progress
 
 logger = logging.getLogger("lex_pretrain")
 
+_SHOWN_ITEMS = 5
+
 
 class Monitor:
     """Takes each step's metrics and each event; on ranks where `enabled` is false it does nothing."""
@@ -71,10 +73,16 @@ class Monitor:
         values = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         if name == "validation":
             self._wandb.log({f"validation/{key}" if key != "step" else key: value for key, value in values.items()})
-        shown = "  ".join(
-            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in fields.items()
-        )
+        shown = "  ".join(f"{key} {_shown(value)}" for key, value in fields.items())
         logger.info("%s: %s", name.replace("_", " "), shown)
 
     def close(self) -> None:
         self._stack.close()
+
+
+def _shown(value: Any) -> str:
+    """A field of an event for people; metrics.jsonl has all of a long list."""
+    if isinstance(value, list):
+        more = len(value) - _SHOWN_ITEMS
+        return "; ".join(map(str, value[:_SHOWN_ITEMS])) + (f"; and {more} more" if more > 0 else "")
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -42,6 +42,11 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     return micro
 
 
+def trains_without_deepspeed_optimizer(config: Config) -> bool:
+    """Whether DeepSpeed steps the optimizer that it is given as it is: then clipping and checking are that one's."""
+    return config.zero.stage == 0 and config.train.precision == "fp32"
+
+
 def make_deepspeed_config(config: Config, world_size: int, load_universal: bool = False) -> dict[str, Any]:
     """What `deepspeed.initialize` gets; `load_universal` for a run that begins from a universal checkpoint.
 
@@ -55,7 +60,7 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.train.global_batch_size // (micro * world_size),
-        "gradient_clipping": config.train.gradient_clipping,
+        "gradient_clipping": 0.0 if trains_without_deepspeed_optimizer(config) else config.train.gradient_clipping,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": load_universal},

@@ -11,29 +11,36 @@ import numpy as np
 import torch
 import torch.distributed
 
-from lex_pretrain.config import Config
+from lex_pretrain.config import Config, Precision
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.data.order import derive_key
-from lex_pretrain.errors import RequestError, StoppedError
+from lex_pretrain.errors import JobError, RequestError, StoppedError
 from lex_pretrain.hardware import check_precision, device_of_rank, measure_matmul_flops
-from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.flops import training_flops_per_token
-from lex_pretrain.model.init import initialize
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
-from lex_pretrain.train.deepspeed_config import make_deepspeed_config
-from lex_pretrain.train.distributed import init_distributed, quiet_deepspeed
-from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
+from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.engine import make_engine
+from lex_pretrain.train.finite import GRADIENT, LOSS, GradientWatch, spread_fault
 from lex_pretrain.train.resume import check_same_run, find_start
 from lex_pretrain.train.schedule import learning_rate
 from lex_pretrain.train.stop import StopRequest
 from lex_pretrain.train.validation import Validation
 
 logger = logging.getLogger("lex_pretrain")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A loss or a gradient of one rank that is not finite."""
+
+    rank: int
+    micro_step: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,11 @@ class StepResult:
     learning_rate: float
     skipped: bool
     stop_requested: bool
+    faults: tuple[Fault, ...] = ()
+
+    def is_non_finite(self, precision: Precision) -> bool:
+        """Whether a step was left out for a number that is not finite; in fp16 most often the loss scale was tried."""
+        return bool(self.faults) or (self.skipped and precision != "fp16")
 
 
 class Trainer:
@@ -57,41 +69,69 @@ class Trainer:
         self.loader = loader
         eod_id = loader.datasets[0].manifest.tokenizer.eod_id
         self.decoder, self.engine = make_engine(config, ranks, load_universal, eod_id)
+        self.gradients = GradientWatch(self.engine.module)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
         self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
 
     def train_step(self, step: int, stop_requested: bool) -> StepResult:
-        """One optimizer step over the global batch of samples step * G .. (step + 1) * G - 1."""
+        """One optimizer step over the global batch of samples step * G .. (step + 1) * G - 1.
+
+        Where a loss or gradient of any rank is not finite, no rank's weights or optimizer state change.
+        """
         rate = learning_rate(step, self.config)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.train()
-        losses = []
+        losses, gradients = [], []
         for micro_step in range(self.num_micro_steps):
             self._seed_dropout(step, micro_step)
-            tokens, next_tokens = self.loader.micro_batch(self._samples(step, micro_step), self.device)
+            tokens, next_tokens = self.loader.micro_batch(self.samples(step, micro_step, self.ranks.rank), self.device)
             loss = self.engine(tokens, next_tokens)
-            self.engine.backward(loss)
+            self.engine.backward(spread_fault(loss))
             self.engine.step()
-            losses.append(loss.detach())
-        # One exchange carries what all ranks must agree on: the mean loss, and whether any was told to stop.
-        shared = torch.stack([torch.stack(losses).double().mean(), torch.tensor(float(stop_requested)).to(self.device)])
-        torch.distributed.all_reduce(shared)
-        loss_sum, num_stopped = shared.tolist()
+            losses.append(loss.detach().double())
+            gradients.append(self.gradients.take().to(self.device).double())
+        applied = bool(self.engine.was_step_applied())
+        mine = torch.stack([*losses, *gradients, torch.tensor(float(stop_requested), device=self.device).double()])
+        # One exchange carries what all ranks must agree on: the mean loss, what is not finite, and whether to stop.
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
+        torch.distributed.all_gather(everyone, mine)
+        reports = torch.stack(everyone).tolist()
+        faults = self._faults(reports)
+        if faults and applied:
+            raise JobError(
+                f"step {step + 1}: the {faults[0].what} of rank {faults[0].rank} is not finite, and the weights were "
+                "updated all the same: a setting in the deepspeed section keeps DeepSpeed from checking. "
+                "Remove it and run the same command again"
+            )
         return StepResult(
-            loss=loss_sum / self.ranks.world_size,
+            loss=sum(sum(report[: self.num_micro_steps]) for report in reports) / (len(reports) * self.num_micro_steps),
             grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
             learning_rate=rate,
-            skipped=not self.engine.was_step_applied(),
-            stop_requested=num_stopped > 0,
+            skipped=not applied,
+            stop_requested=any(report[-1] for report in reports),
+            faults=faults,
         )
 
-    def _samples(self, step: int, micro_step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Global sample indices of this rank's micro batch. Which rank takes which never changes the set of a step."""
+    def samples(self, step: int, micro_step: int, rank: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Global sample indices of a rank's micro batch. Which rank takes which never changes the set of a step."""
         per_micro_step = self.micro_batch_size * self.ranks.world_size
         first = step * self.config.train.global_batch_size + micro_step * per_micro_step
-        first += self.ranks.rank * self.micro_batch_size
+        first += rank * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
+
+    def _faults(self, reports: list[list[float]]) -> tuple[Fault, ...]:
+        """Each rank's first loss or gradient that is not finite."""
+        faults = []
+        for rank, report in enumerate(reports):
+            for micro_step in range(self.num_micro_steps):
+                loss, gradient = report[micro_step], report[self.num_micro_steps + micro_step]
+                what = LOSS if not math.isfinite(loss) else GRADIENT if not math.isfinite(gradient) else None
+                # In fp16 gradients go beyond its range whenever the loss scale is tried higher.
+                if what == LOSS or (what == GRADIENT and self.config.train.precision != "fp16"):
+                    faults.append(Fault(rank, micro_step, what))
+                    break
+        return tuple(faults)
 
     def _seed_dropout(self, step: int, micro_step: int) -> None:
         if self.config.model.dropout > 0:
@@ -108,42 +148,6 @@ def resolve_vocab_size(config: Config, data_vocab_size: int) -> Config:
         )
     model = config.model.model_copy(update={"vocab_size": vocab_size or data_vocab_size})
     return config.model_copy(update={"model": model})
-
-
-def make_engine(config: Config, ranks: Ranks, load_universal: bool, eod_id: int) -> tuple[Decoder, Any]:
-    """The decoder and the DeepSpeed engine around it, with the same initial weights on every rank."""
-    import deepspeed
-
-    settings = make_deepspeed_config(config, ranks.world_size, load_universal)
-    torch.manual_seed(derive_key(config.run.seed, "initial weights"))
-    partitioned = config.zero.stage == 3
-    with deepspeed.zero.Init(config_dict_or_path=settings, enabled=partitioned):
-        decoder = Decoder(config.model, config.train.activation_checkpointing, initialize_weights=False)
-    initialize(
-        decoder,
-        config.model,
-        lambda whole: deepspeed.zero.GatheredParameters(whole, modifier_rank=0, enabled=partitioned),
-    )
-    if config.train.compile_layers:
-        decoder.compile_layers()
-    module = NextTokenLoss(decoder, config.train.z_loss, eod_id if config.train.separate_documents else None)
-    groups = parameter_groups(module, config.optimizer.weight_decay)
-    optimizer_class: Any = torch.optim.AdamW
-    options: dict[str, Any] = {"fused": True}
-    if config.zero.offload_optimizer:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer_class, options = DeepSpeedCPUAdam, {"adamw_mode": True}
-    optimizer = optimizer_class(
-        groups,
-        lr=config.optimizer.learning_rate,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.epsilon,
-        **options,
-    )
-    with quiet_deepspeed():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-    return decoder, engine
 
 
 def train(config: Config, resume: str | None = None) -> None:
@@ -226,8 +230,8 @@ def run_steps(
         done = state.step == config.train.num_steps
         if validation.due(state.step) or (done and validation.enabled):
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
-        if not math.isfinite(result.loss):
-            monitor.event("non_finite", step=state.step, loss=str(result.loss))
+        if result.is_non_finite(config.train.precision):
+            report_non_finite(trainer, monitor, state.step, result)
         if done or result.stop_requested or state.step % config.checkpoint.every_steps == 0:
             folder = checkpoints.save(trainer.engine, trainer.decoder, state)
             monitor.event("saved", step=state.step, checkpoint=folder.name)
@@ -236,6 +240,23 @@ def run_steps(
                 f"stopped on a signal after saving step {state.step} of {config.train.num_steps}; "
                 "the same command goes on from there"
             )
+
+
+def report_non_finite(trainer: Trainer, monitor: Monitor, step: int, result: StepResult) -> None:
+    """Name each rank at fault with the documents it read; of several ranks' finite gradients the sum may not be."""
+    for fault in result.faults:
+        samples = trainer.samples(step - 1, fault.micro_step, fault.rank)
+        documents = trainer.loader.documents(samples) if trainer.ranks.rank == 0 else []
+        monitor.event(
+            "non_finite",
+            step=step,
+            rank=fault.rank,
+            what=fault.what,
+            micro_step=fault.micro_step,
+            documents=documents,
+        )
+    if not result.faults:
+        monitor.event("non_finite", step=step, what="sum of the ranks' gradients")
 
 
 def describe(trainer: Trainer, state: TrainState) -> None:

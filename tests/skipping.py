@@ -1,0 +1,92 @@
+"""Run by tests/test_robustness.py on two processes: at each ZeRO stage, a gradient of one rank is infinite at one step.
+
+Prints a JSON object on rank 0: what each step reported, and whether weights and optimizer state are those of a run that
+leaves the step out.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import load_config
+from lex_pretrain.data.loader import Loader, open_sources
+from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.train import trainer
+from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.finite import _state_tensors
+from lex_pretrain.train.trainer import Trainer, resolve_vocab_size
+
+CASES = (("fp32", 0), ("fp32", 1), ("bf16", 1), ("fp32", 2), ("bf16", 2), ("fp32", 3), ("bf16", 3))
+NUM_STEPS = 5
+BAD_STEP, BAD_MICRO_STEP, BAD_RANK = 2, 1, 1
+
+
+def infinite_at(backward: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """A gradient hook that makes one element infinite at one backward pass, counted from 0."""
+    passes: Iterator[int] = iter(range(10**6))
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
+        if next(passes) != backward:
+            return None
+        spoiled = gradient.clone()
+        spoiled.view(-1)[3] = float("inf")
+        return spoiled
+
+    return spoil
+
+
+def digest(made: Trainer) -> str:
+    tensors = [*_state_tensors(made.engine), *(parameter.detach() for parameter in made.decoder.parameters())]
+    parts = [tensor.float().numpy().tobytes() for tensor in tensors]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def run(config: Config, ranks: Ranks, steps: list[int], backward: int | None) -> dict[str, Any]:
+    """Train these steps, with the gradient of one weight spoiled at a backward pass of one rank."""
+    datasets = open_sources(config.data, split="train")
+    config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
+    make_engine = trainer.make_engine
+
+    def make_spoiled_engine(*arguments: Any) -> Any:
+        decoder, engine = make_engine(*arguments)
+        if backward is not None and ranks.rank == BAD_RANK:
+            list(decoder.parameters())[5].register_hook(infinite_at(backward))
+        return decoder, engine
+
+    trainer.make_engine = make_spoiled_engine
+    made = Trainer(config, ranks, Loader(datasets, [1.0], config.model.sequence_length, 1), load_universal=False)
+    trainer.make_engine = make_engine
+    results = [made.train_step(step, stop_requested=False) for step in steps]
+    faults = [[fault.rank, fault.micro_step, fault.what] for result in results for fault in result.faults]
+    mine = {"skipped": [result.skipped for result in results], "faults": faults, "digest": digest(made)}
+    everyone = gather_lists([mine], ranks)
+    return {key: [report[key] for report in everyone] for key in mine}
+
+
+def main() -> None:
+    config = load_config(Path(sys.argv[1]))
+    ranks = init_distributed()
+    found = {}
+    for precision, stage in CASES:
+        sections = {
+            "train": config.train.model_copy(update={"precision": precision}),
+            "zero": config.zero.model_copy(update={"stage": stage}),
+        }
+        case = config.model_copy(update=sections)
+        num_micro_steps = case.train.global_batch_size // ((case.train.micro_batch_size or 1) * ranks.world_size)
+        steps = list(range(NUM_STEPS))
+        spoiled = run(case, ranks, steps, backward=BAD_STEP * num_micro_steps + BAD_MICRO_STEP)
+        left_out = run(case, ranks, [step for step in steps if step != BAD_STEP], backward=None)
+        found[f"{precision} stage {stage}"] = {"spoiled": spoiled, "left out": left_out}
+    if ranks.rank == 0:
+        print(json.dumps(found))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
