@@ -196,7 +196,7 @@ def train(
 ) -> None:
     """Train; goes on by itself if the output folder holds a run of the same config."""
     from lex_pretrain.config_io import load_config
-    from lex_pretrain.train.trainer import train
+    from lex_pretrain.train.run import train
 
     train(load_config(config, overrides or []), resume)
 

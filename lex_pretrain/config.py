@@ -188,6 +188,19 @@ class TrainSection(Section):
     separate_documents: bool = Field(
         default=False, description="tokens see no other document of their window; for modes causal and blockwise"
     )
+    max_bad_steps: PositiveInt = Field(
+        default=5,
+        description="steps in a row with a loss or gradient that is not finite, after which the run goes back to its "
+        "last checkpoint and passes over the samples since then",
+    )
+    spike_threshold: float | None = Field(
+        default=None,
+        gt=0,
+        description="robust standard deviations above the recent losses at which a loss is a spike, after which the "
+        "run goes back as well; null = none is; 20 leaves ordinary noise alone",
+    )
+    spike_window_steps: int = Field(default=128, ge=8, description="recent losses that a loss is compared with")
+    max_rewinds: int = Field(default=3, ge=0, description="times a run goes back to the same checkpoint before it ends")
     validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
 

@@ -62,7 +62,7 @@ def run(config: Config, ranks: Ranks, steps: list[int], backward: int | None) ->
     trainer.make_engine = make_spoiled_engine
     made = Trainer(config, ranks, Loader(datasets, [1.0], config.model.sequence_length, 1), load_universal=False)
     trainer.make_engine = make_engine
-    results = [made.train_step(step, stop_requested=False) for step in steps]
+    results = [made.train_step(step, step * config.train.global_batch_size, False) for step in steps]
     faults = [[fault.rank, fault.micro_step, fault.what] for result in results for fault in result.faults]
     mine = {"skipped": [result.skipped for result in results], "faults": faults, "digest": digest(made)}
     everyone = gather_lists([mine], ranks)

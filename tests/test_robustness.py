@@ -1,15 +1,22 @@
 """Training through what goes wrong: numbers that are not finite, spikes, full disks, hangs, kills."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from lex_pretrain.config import Config
+from lex_pretrain.config import Config, TrainSection
 from lex_pretrain.config_io import save_config
+from lex_pretrain.monitor.metrics import read_records, read_steps
+from lex_pretrain.train.health import next_sample, robust_z_score, trouble
 from tests import skipping
 
 MakeConfig = Callable[..., Config]
@@ -35,3 +42,98 @@ def test_an_infinite_gradient_of_one_rank_changes_nothing_on_any_rank(tiny_confi
         assert spoiled["faults"] == [[[skipping.BAD_RANK, skipping.BAD_MICRO_STEP, "gradient"]]] * 2, case
         assert left_out["skipped"] == [[False] * 4] * 2, case
         assert spoiled["digest"] == left_out["digest"], case
+
+
+def spoiled(fault: str, config: Config, file: Path, num_processes: int = 2) -> "subprocess.CompletedProcess[str]":
+    """`lex-pretrain train` with a fault of tests/spoiled_run.py."""
+    save_config(config, file)
+    if num_processes > 1:
+        return on_two_processes("tests.spoiled_run", fault, "train", "--config", str(file))
+    command = [sys.executable, "-m", "tests.spoiled_run", fault, "train", "--config", str(file)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(run / "metrics.jsonl") if record.get("event") == name]
+
+
+def checkpointed(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_a_run_that_went_back_equals_one_that_never_saw_the_samples(
+    tiny_config: MakeConfig, dataset: Path, tmp_path: Path, stage: int, precision: str
+) -> None:
+    """Steps of 8 samples: after the save of step 4, samples 35 to 46 spoil steps 5 and 6 on rank 1."""
+    sections: dict[str, Any] = {
+        "zero": {"stage": stage},
+        "train": {"num_steps": 8, "precision": precision, "max_bad_steps": 2},
+        "checkpoint": {"every_steps": 4},
+    }
+    run = tmp_path / "run"
+    done = spoiled("1:35-46", tiny_config(**sections), tmp_path / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    bad = events(run, "non_finite")
+    assert [(event["step"], event["rank"], event["what"]) for event in bad] == [(5, 1, "gradient"), (6, 1, "gradient")]
+    assert all(re.fullmatch(r".*/document-\d{3}.txt, record 1", name) for name in bad[0]["documents"])
+    assert "non finite: step 5  rank 1  what gradient" in done.stderr
+    (rewound,) = events(run, "rewound")
+    assert (rewound["step"], rewound["to_step"], rewound["passed_over"]) == (6, 4, [32, 48])
+    # The run that never saw them: begun with the samples noted, as a restart after going back would be.
+    twin = tmp_path / "twin"
+    (twin / "checkpoints").mkdir(parents=True)
+    (twin / "checkpoints" / "passed_over.json").write_text("[[32, 48]]")
+    sections["run"] = {"output_dir": str(twin)}
+    plain = spoiled("1:35-46", tiny_config(**sections), tmp_path / "twin.yaml")
+    assert plain.returncode == 0, plain.stderr
+    for name, weight in checkpointed(twin, 8).items():
+        assert torch.equal(weight, checkpointed(run, 8)[name]), name
+    steps = [
+        [(step["step"], step["samples"], step["loss"]) for step in read_steps(r / "metrics.jsonl")] for r in (run, twin)
+    ]
+    assert steps[0] == steps[1]
+    assert [sample for _, sample, _ in steps[0]] == [8, 16, 24, 32, 56, 64, 72, 80]
+    assert not events(twin, "rewound")
+
+
+@pytest.mark.slow
+def test_a_spike_goes_back_and_a_restart_keeps_passing_over_it(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """A loss ten times as large at step 14 of 16, then a place from which the run goes back too often."""
+    settings = {"spike_threshold": 20.0, "spike_window_steps": 8, "max_bad_steps": 2, "max_rewinds": 1}
+    config = tiny_config(train={"num_steps": 16, **settings}, checkpoint={"every_steps": 10})
+    run = tmp_path / "run"
+    done = spoiled("0:spike:107", config, tmp_path / "run.yaml", num_processes=1)
+    assert done.returncode == 0, done.stderr
+    (rewound,) = events(run, "rewound")
+    assert (rewound["step"], rewound["to_step"], rewound["passed_over"]) == (14, 10, [80, 112])
+    assert "robust standard deviations above the 8 before" in rewound["reason"]
+    assert [step["samples"] for step in read_steps(run / "metrics.jsonl")][9:12] == [80, 120, 128]
+    state = json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text())
+    assert (state["samples"], state["passed_over"]) == (160, [[80, 112]])
+    shutil.rmtree(run / "checkpoints" / "step-00000016")
+    again = spoiled("0:112-159", config, tmp_path / "run.yaml", num_processes=1)
+    assert again.returncode == 1, again.stderr
+    assert "2 steps in a row were not finite, and the run has gone back to step-00000010 1 times before" in again.stderr
+    assert read_steps(run / "metrics.jsonl")[10]["samples"] == 120
+    assert len(events(run, "rewound")) == 1
+
+
+def test_without_a_checkpoint_to_go_back_to_the_run_ends(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(train={"max_bad_steps": 2})
+    done = spoiled("0:0-99", config, tmp_path / "run.yaml", num_processes=1)
+    assert done.returncode == 1, done.stderr
+    assert "step 2: 2 steps in a row were not finite, and there is no checkpoint to go back to" in done.stderr
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_spike_is_judged_by_median_and_deviation() -> None:
+    noisy = [5.0 + 0.01 * (number % 5) for number in range(8)]
+    settings = TrainSection(num_steps=1, global_batch_size=1, spike_threshold=6.0, spike_window_steps=8)
+    assert trouble(5.06, noisy, 0, settings) is None
+    assert "robust standard deviations" in str(trouble(5.2, noisy, 0, settings))
+    assert trouble(1.0, noisy, 0, settings) is None  # a fall is none
+    assert trouble(9.0, noisy[1:], 0, settings) is None  # too few to judge by
+    assert robust_z_score(3.0, [0.0, 1.0, 2.0]) == pytest.approx((3 - 1) / 1.4826)
+    assert next_sample(8, [(0, 4), (8, 12), (8, 16), (16, 20)]) == 20

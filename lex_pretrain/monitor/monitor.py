@@ -40,7 +40,7 @@ class Monitor:
         num_tokens = (self._num_steps - first_step) * self._tokens_per_step
         self._progress = self._stack.enter_context(progress("training", num_tokens, "tokens", console.is_terminal))
         self._seconds = 0.0
-        self._first_step = first_step
+        self._num_reported = 0
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._enabled:
@@ -49,10 +49,11 @@ class Monitor:
         self._file.append(record)
         self._wandb.log(record)
         self._seconds += metrics.step_seconds
+        self._num_reported += 1
         self._progress.advance(self._tokens_per_step, f"step {metrics.step}  loss {metrics.loss:.3f}")
         last = metrics.step == self._num_steps
         if not console.is_terminal and (metrics.step % self._log_every_steps == 0 or last):
-            mean_seconds = self._seconds / (metrics.step - self._first_step)
+            mean_seconds = self._seconds / self._num_reported
             logger.info(
                 "step %d of %d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  MFU %.0f %%  %.0f s left",
                 metrics.step,

@@ -29,18 +29,24 @@ from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZE
 from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.train.conversion import STAGES_ALIKE, convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
+from lex_pretrain.train.health import SampleRange
 
 DEEPSPEED_TAG = "deepspeed"
 FILES_FILE = "files.json"
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
+PASSED_OVER_FILE = "passed_over.json"
 
 logger = logging.getLogger("lex_pretrain")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Where a run stands. `samples` alone fixes the data order from here on."""
+    """Where a run stands. `samples` alone fixes the data order from here on, with what is to be passed over.
+
+    `samples` is the next global sample index; `passed_over` the ranges that were left out where the run went back.
+    `recent_losses` and `num_bad_steps` let a resumed run judge the next loss as the uninterrupted one would.
+    """
 
     step: int
     samples: int
@@ -49,6 +55,9 @@ class TrainState:
     zero_stage: int
     data_fingerprint: str
     wandb_run_id: str | None = None
+    passed_over: tuple[SampleRange, ...] = ()
+    recent_losses: tuple[float, ...] = ()
+    num_bad_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +102,26 @@ class Checkpoints:
         torch.distributed.barrier()
         return final
 
-    def newest_good(self) -> tuple[Path, TrainState] | None:
-        """The newest checkpoint whose files are all as listed; a broken one is passed over with a warning."""
+    def newest_good(self, before_step: int | None = None) -> tuple[Path, TrainState] | None:
+        """The newest checkpoint whose files are all as listed; a broken one is passed over with a warning.
+
+        With `before_step`, one to go back to: an earlier one, saved when all was well.
+        """
         candidates = sorted(self.folder.glob("step-*"), reverse=True)
+        if before_step is not None:
+            candidates = [folder for folder in candidates if folder.name < f"step-{before_step:08d}"]
+        any_broken = False
         for candidate in candidates:
             faults = self.verify(candidate)
             if not faults:
-                return candidate, self.read_state(candidate)
+                state = self.read_state(candidate)
+                if before_step is None or state.num_bad_steps == 0:
+                    return candidate, state
+                continue
+            any_broken = True
             if self.ranks.rank == 0:
                 logger.warning("checkpoint %s is broken and passed over: %s", candidate, "; ".join(faults))
-        if candidates:
+        if any_broken:
             raise JobError(
                 f"every checkpoint in {self.folder} is broken; restore one from a copy, "
                 "or train anew into another run.output_dir"
@@ -127,7 +146,25 @@ class Checkpoints:
         return gather_lists(faults, self.ranks)
 
     def read_state(self, checkpoint: Path) -> TrainState:
-        return TrainState(**read_json(checkpoint / STATE_FILE))
+        values = read_json(checkpoint / STATE_FILE)
+        values["recent_losses"] = tuple(values.get("recent_losses", ()))
+        values["passed_over"] = self._ranges(values.get("passed_over", []))
+        return TrainState(**values)
+
+    def pass_over(self, ranges: tuple[SampleRange, ...]) -> None:
+        """Note samples to pass over before the next checkpoint can: a restart from an older one must do so too."""
+        if self.ranks.rank == 0:
+            write_json(self.folder / PASSED_OVER_FILE, ranges)
+
+    def passed_over(self, state: TrainState) -> tuple[SampleRange, ...]:
+        """The ranges of a state and those noted since it was saved."""
+        file = self.folder / PASSED_OVER_FILE
+        noted = self._ranges(read_json(file)) if file.is_file() else ()
+        return tuple(sorted({*noted, *state.passed_over}))
+
+    @staticmethod
+    def _ranges(values: list[list[int]]) -> tuple[SampleRange, ...]:
+        return tuple((first, end) for first, end in values)
 
     def plan_load(self, checkpoint: Path, state: TrainState) -> LoadPlan:
         """Where this run's engine can load a verified checkpoint from, converted where its layout is another.
@@ -152,6 +189,8 @@ class Checkpoints:
 
     def load(self, engine: Any, plan: LoadPlan) -> None:
         """Fill the engine, which was made for `plan.is_universal`."""
+        # An engine that began from a universal checkpoint may go back to one of its own, which is not.
+        engine._config.load_universal_checkpoint = plan.is_universal
         kept_apart = optimizer_kept_apart(engine) if plan.is_universal else contextlib.nullcontext()
         with quiet_deepspeed(), kept_apart:
             loaded, _ = engine.load_checkpoint(str(plan.folder), tag=DEEPSPEED_TAG)

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import yaml
-
 from lex_pretrain.config import Config
-from lex_pretrain.config_io import differing_keys
+from lex_pretrain.config_io import differing_keys, load_config
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import CONFIG_FILE
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
@@ -20,6 +18,9 @@ HARMLESS_KEYS = (
     "train.micro_batch_size",
     "train.activation_checkpointing",
     "train.compile_layers",
+    "train.max_bad_steps",
+    "train.spike_",
+    "train.max_rewinds",
     "zero.",
     "train.validate_every_steps",
     "train.validation_num_sequences",
@@ -35,7 +36,7 @@ def check_same_run(config: Config, output_dir: Path, resume: str | None) -> None
         return
     if resume == NEVER:
         raise RequestError(f"{output_dir} already holds a run; --resume never needs an empty run.output_dir")
-    old = yaml.safe_load(file.read_text(encoding="utf-8"))
+    old = load_config(file).model_dump(mode="json")
     faults = [
         fault for fault in differing_keys(old, config.model_dump(mode="json")) if not fault.startswith(HARMLESS_KEYS)
     ]

@@ -1,0 +1,55 @@
+"""Run by tests/test_robustness.py in place of `lex_pretrain`: `train` with faults put into it.
+
+    python -m tests.spoiled_run FAULT COMMAND...
+
+FAULT is RANK:FIRST-LAST, the global samples FIRST .. LAST that make a gradient of that rank infinite;
+RANK:spike:SAMPLE, a sample whose batch reports a loss ten times as large; or RANK:hang:SAMPLE, one that is never read.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from lex_pretrain import cli
+from lex_pretrain.data.loader import Loader
+from lex_pretrain.train import trainer
+
+
+def main() -> None:
+    rank, kind, samples = fault if len(fault := sys.argv.pop(1).split(":")) == 3 else (fault[0], "inf", fault[1])
+    first, last = (int(part) for part in (samples.split("-") if "-" in samples else (samples, samples)))
+    if os.environ.get("RANK", "0") == rank:
+        spoil(kind, first, last)
+    cli.main()
+
+
+def spoil(kind: str, first: int, last: int) -> None:
+    """Patch the reading of samples to note which are met, and what follows from it."""
+    micro_batch, make_engine = Loader.micro_batch, trainer.make_engine
+    met = False
+
+    def noting(self: Loader, samples: Any, device: torch.device) -> Any:
+        nonlocal met
+        met = bool(np.any((samples >= first) & (samples <= last)))
+        while met and kind == "hang":
+            time.sleep(0.1)
+        return micro_batch(self, samples, device)
+
+    def spoiling(*arguments: Any) -> Any:
+        decoder, engine = make_engine(*arguments)
+        if kind == "inf":
+            list(decoder.parameters())[5].register_hook(lambda gradient: gradient * float("inf") if met else None)
+        if kind == "spike":
+            engine.module.register_forward_hook(lambda module, inputs, loss: loss * 10 if met else None)
+        return decoder, engine
+
+    Loader.micro_batch = noting  # type: ignore[method-assign]
+    trainer.make_engine = spoiling
+
+
+if __name__ == "__main__":
+    main()
