@@ -461,8 +461,7 @@ def main() -> None:
     try:
         app()
     except LexError as error:
-        # Every rank meets a wrong request or a stop alike; one message is enough.
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, RequestError | StoppedError):
+        if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
             _say(error, debug)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -3,10 +3,12 @@
     python -m tests.spoiled_run FAULT COMMAND...
 
 FAULT is RANK:FIRST-LAST, the global samples FIRST .. LAST that make a gradient of that rank infinite;
-RANK:spike:SAMPLE, a sample whose batch reports a loss ten times as large; or RANK:hang:SAMPLE, one that is never read.
+RANK:spike:SAMPLE, a sample whose batch reports a loss ten times as large; RANK:hang:SAMPLE, one that is never read; or
+RANK:full:SAMPLE, after which the disk is filled up to 200 kB just before the next save.
 """
 
 import os
+import shutil
 import sys
 import time
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from lex_pretrain import cli
 from lex_pretrain.data.loader import Loader
 from lex_pretrain.train import trainer
+from lex_pretrain.train.checkpoint import Checkpoints
 
 
 def main() -> None:
@@ -47,6 +50,14 @@ def spoil(kind: str, first: int, last: int) -> None:
             engine.module.register_forward_hook(lambda module, inputs, loss: loss * 10 if met else None)
         return decoder, engine
 
+    def filling(self: Checkpoints, num_parameters: int) -> None:
+        check_room(self, num_parameters)
+        if met and kind == "full":
+            free = shutil.disk_usage(self.folder.parent).free
+            (self.folder.parent / "filler").write_bytes(bytes(free - 200_000))
+
+    check_room = Checkpoints.check_room
+    Checkpoints.check_room = filling  # type: ignore[method-assign]
     Loader.micro_batch = noting  # type: ignore[method-assign]
     trainer.make_engine = spoiling
 

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.monitor.metrics import read_records, read_steps
 from lex_pretrain.train.health import next_sample, robust_z_score, trouble
 from tests import skipping
+from tests.conftest import Program
 
 MakeConfig = Callable[..., Config]
 ROOT = Path(__file__).parent.parent
@@ -137,3 +138,39 @@ def test_a_spike_is_judged_by_median_and_deviation() -> None:
     assert trouble(9.0, noisy[1:], 0, settings) is None  # too few to judge by
     assert robust_z_score(3.0, [0.0, 1.0, 2.0]) == pytest.approx((3 - 1) / 1.4826)
     assert next_sample(8, [(0, 4), (8, 12), (8, 16), (16, 20)]) == 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB; mounting one needs root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a full disk is NOT tested here: mounting a small one failed: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_during_a_save_costs_nothing_but_that_save(
+    tiny_config: MakeConfig, program: Program, small_disk: Path, tmp_path: Path
+) -> None:
+    run = small_disk / "run"
+    config = tiny_config(run={"output_dir": str(run)}, train={"num_steps": 8}, checkpoint={"every_steps": 4})
+    failed = spoiled("0:full:57", config, tmp_path / "run.yaml")
+    assert failed.returncode == 1, failed.stderr
+    assert failed.stderr.count("could not be written") == 1
+    assert "the checkpoint step-00000008 could not be written" in failed.stderr
+    assert "it goes on from step-00000004" in failed.stderr
+    assert sorted(file.name for file in (run / "checkpoints").iterdir()) == ["latest", "step-00000004"]
+    no_room = program("launch", "--num-processes", "2", "--", "train", "--config", tmp_path / "run.yaml")
+    assert no_room.returncode == 1, no_room.stderr
+    assert no_room.stderr.count("MB free, and the next checkpoint needs about") == 1
+    (run / "filler").unlink()
+    done = program("launch", "--num-processes", "2", "--", "train", "--config", tmp_path / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(run, "resumed")] == [4]
+    assert [step["samples"] for step in read_steps(run / "metrics.jsonl")] == [8, 16, 24, 32, 40, 48, 56, 64]

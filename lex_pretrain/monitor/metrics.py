@@ -1,12 +1,13 @@
 """`metrics.jsonl`: the record of a run, one JSON object a line, only ever appended to."""
 
 import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from lex_pretrain.errors import RequestError
+from lex_pretrain.errors import JobError, RequestError
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -31,13 +32,24 @@ class MetricsFile:
     """Appends records; a line that a killed process left unfinished is cut off when the file is opened again."""
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         whole = file.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._descriptor, whole)
 
     def append(self, record: dict[str, Any]) -> None:
-        """One write a line, so that a reader or a kill never meets half of one that was reported."""
-        os.write(self._descriptor, (json.dumps(record, ensure_ascii=False) + "\n").encode())
+        """One write a line, so that a reader or a kill never meets half of one that was reported.
+
+        Raises JobError when the disk is full.
+        """
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        try:
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise JobError(
+                f"{self._file} cannot be written: {error}; make room and run the same command again"
+            ) from error
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -11,18 +11,21 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
-from lex_pretrain.errors import JobError, RequestError
+from lex_pretrain.errors import JobError, RequestError, SharedJobError
 from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
@@ -30,6 +33,8 @@ from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.train.conversion import STAGES_ALIKE, convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
+from lex_pretrain.train.room import estimate_bytes, lack_of_room
+from lex_pretrain.train.state import TrainState, sample_ranges
 
 DEEPSPEED_TAG = "deepspeed"
 FILES_FILE = "files.json"
@@ -38,26 +43,6 @@ LATEST_FILE = "latest"
 PASSED_OVER_FILE = "passed_over.json"
 
 logger = logging.getLogger("lex_pretrain")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Where a run stands. `samples` alone fixes the data order from here on, with what is to be passed over.
-
-    `samples` is the next global sample index; `passed_over` the ranges that were left out where the run went back.
-    `recent_losses` and `num_bad_steps` let a resumed run judge the next loss as the uninterrupted one would.
-    """
-
-    step: int
-    samples: int
-    tokens: int
-    world_size: int
-    zero_stage: int
-    data_fingerprint: str
-    wandb_run_id: str | None = None
-    passed_over: tuple[SampleRange, ...] = ()
-    recent_losses: tuple[float, ...] = ()
-    num_bad_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,30 +62,65 @@ class Checkpoints:
         self.tokenizer_file = tokenizer_file
         self.folder = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
 
+    def check_room(self, num_parameters: int) -> None:
+        """Raises SharedJobError where the next checkpoint finds no room, by the last one's size or the parameters."""
+        lacking = None
+        if self.ranks.rank == 0:
+            sizes = [_listed_bytes(folder) for folder in sorted(self.folder.glob("step-*"))]
+            num_bytes = sizes[-1] if sizes else estimate_bytes(num_parameters, self.config)
+            lacking = lack_of_room(self.folder, num_bytes)
+        if lacking := gather_lists([lacking], self.ranks)[0]:
+            raise SharedJobError(lacking)
+
     def save(self, engine: Any, decoder: Decoder, state: TrainState) -> Path:
-        """Write the checkpoint of `state.step`, on all ranks together, and remove those no longer kept."""
+        """Write the checkpoint of `state.step`, on all ranks together, and remove those no longer kept.
+
+        Raises SharedJobError when a file cannot be written, as on a full disk; what was written of it is removed.
+        """
         final = self.folder / f"step-{state.step:08d}"
         temporary = self.folder / f".{final.name}.tmp"
-        if self.ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        torch.distributed.barrier()
-        with quiet_deepspeed():
+        with self._all_or_none(temporary):
+            if self.ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+        with self._all_or_none(temporary) as faults, quiet_deepspeed(), faults_noted(engine, faults):
             engine.save_checkpoint(str(temporary), tag=DEEPSPEED_TAG, save_latest=False)
         weights = gather_weights(decoder, keep=self.ranks.rank == 0)
-        if self.ranks.rank == 0:
-            save_file(weights, temporary / WEIGHTS_FILE)
-            save_config(self.config, temporary / CONFIG_FILE)
-            shutil.copyfile(self.tokenizer_file, temporary / TOKENIZER_FILE)
-            write_json(temporary / STATE_FILE, dataclasses.asdict(state))
-        torch.distributed.barrier()
-        listed = self._flush_and_list(temporary)
-        if self.ranks.rank == 0:
-            write_json(temporary / FILES_FILE, listed)
-            self._publish(temporary, final)
-            self._remove_old(newest=state.step)
-        torch.distributed.barrier()
+        with self._all_or_none(temporary):
+            if self.ranks.rank == 0:
+                save_file(weights, temporary / WEIGHTS_FILE)
+                save_config(self.config, temporary / CONFIG_FILE)
+                shutil.copyfile(self.tokenizer_file, temporary / TOKENIZER_FILE)
+                write_json(temporary / STATE_FILE, dataclasses.asdict(state))
+        with self._all_or_none(temporary):
+            entries = self._flush_and_list(temporary)
+        listed = sorted(gather_lists(entries, self.ranks), key=lambda entry: str(entry["path"]))
+        with self._all_or_none(temporary):
+            if self.ranks.rank == 0:
+                write_json(temporary / FILES_FILE, listed)
+                self._publish(temporary, final)
+                self._remove_old(newest=state.step)
         return final
+
+    @contextlib.contextmanager
+    def _all_or_none(self, temporary: Path) -> Iterator[list[str]]:
+        """A part of a save, after which all ranks go on or all fail alike: none waits for one that could not write."""
+        faults: list[str] = []
+        try:
+            yield faults
+        except (OSError, SafetensorError) as error:
+            faults.append(str(error))
+        faults = gather_lists(faults, self.ranks)
+        if not faults:
+            return
+        if self.ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        kept = sorted(path.name for path in self.folder.glob("step-*"))
+        raise SharedJobError(
+            f"the checkpoint {temporary.name[1:-4]} could not be written: {faults[0]}. Make room in {self.folder} "
+            f"({shutil.disk_usage(self.folder.parent).free / 1e6:,.0f} MB are free) and run the same command again; it "
+            f"goes on from {kept[-1] if kept else 'the start'}"
+        )
 
     def newest_good(self, before_step: int | None = None) -> tuple[Path, TrainState] | None:
         """The newest checkpoint whose files are all as listed; a broken one is passed over with a warning.
@@ -146,10 +166,7 @@ class Checkpoints:
         return gather_lists(faults, self.ranks)
 
     def read_state(self, checkpoint: Path) -> TrainState:
-        values = read_json(checkpoint / STATE_FILE)
-        values["recent_losses"] = tuple(values.get("recent_losses", ()))
-        values["passed_over"] = self._ranges(values.get("passed_over", []))
-        return TrainState(**values)
+        return TrainState.from_json(read_json(checkpoint / STATE_FILE))
 
     def pass_over(self, ranges: tuple[SampleRange, ...]) -> None:
         """Note samples to pass over before the next checkpoint can: a restart from an older one must do so too."""
@@ -159,12 +176,8 @@ class Checkpoints:
     def passed_over(self, state: TrainState) -> tuple[SampleRange, ...]:
         """The ranges of a state and those noted since it was saved."""
         file = self.folder / PASSED_OVER_FILE
-        noted = self._ranges(read_json(file)) if file.is_file() else ()
+        noted = sample_ranges(read_json(file)) if file.is_file() else ()
         return tuple(sorted({*noted, *state.passed_over}))
-
-    @staticmethod
-    def _ranges(values: list[list[int]]) -> tuple[SampleRange, ...]:
-        return tuple((first, end) for first, end in values)
 
     def plan_load(self, checkpoint: Path, state: TrainState) -> LoadPlan:
         """Where this run's engine can load a verified checkpoint from, converted where its layout is another.
@@ -201,7 +214,7 @@ class Checkpoints:
             shutil.rmtree(plan.folder)
 
     def _flush_and_list(self, folder: Path) -> list[dict[str, Any]]:
-        """Every file's path, size and SHA-256; the ranks share the reading."""
+        """Path, size and SHA-256 of this rank's share of the files."""
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         entries = []
         for file in files[self.ranks.rank :: self.ranks.world_size]:
@@ -209,7 +222,7 @@ class Checkpoints:
                 os.fsync(opened.fileno())
             path = file.relative_to(folder).as_posix()
             entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)})
-        return sorted(gather_lists(entries, self.ranks), key=lambda entry: str(entry["path"]))
+        return entries
 
     def _publish(self, temporary: Path, final: Path) -> None:
         sync_folder(temporary)
@@ -231,6 +244,40 @@ class Checkpoints:
             shutil.rmtree(removed)
         for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover)
+
+
+@contextlib.contextmanager
+def faults_noted(engine: Any, faults: list[str]) -> Iterator[None]:
+    """Note what DeepSpeed cannot write instead of leaving its save, where the other ranks wait for this one."""
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def note(state_dict: Any, path: str) -> None:
+        try:
+            write(state_dict, path)
+        # torch reports a failed write as a RuntimeError.
+        except (OSError, RuntimeError) as error:
+            faults.append(f"{path}: {str(error).splitlines()[0]}")
+
+    writer.save = note
+    # It copies scripts past the writer that gather weights from its files; model.safetensors holds them gathered.
+    engine._copy_recovery_script = lambda folder: None
+    try:
+        yield
+    finally:
+        del writer.save
+
+
+def _listed_bytes(checkpoint: Path) -> int:
+    try:
+        return sum(entry["num_bytes"] for entry in read_json(checkpoint / FILES_FILE))
+    except RequestError:
+        return 0
+
+
+def count_parameters(decoder: Decoder) -> int:
+    """Of the whole model, where ZeRO-3 has partitioned it too."""
+    return sum(math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in decoder.parameters())
 
 
 def gather_weights(decoder: Decoder, keep: bool) -> dict[str, torch.Tensor]:

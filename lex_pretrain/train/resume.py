@@ -6,7 +6,8 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import differing_keys, load_config
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import CONFIG_FILE
-from lex_pretrain.train.checkpoint import Checkpoints, TrainState
+from lex_pretrain.train.checkpoint import Checkpoints
+from lex_pretrain.train.state import TrainState
 
 NEVER = "never"
 

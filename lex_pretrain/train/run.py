@@ -1,7 +1,6 @@
 """One training run: where it starts, the loop over steps, and going back when it has gone wrong."""
 
 import logging
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +11,19 @@ import torch.distributed
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
-from lex_pretrain.errors import JobError, StoppedError
+from lex_pretrain.errors import SharedJobError, StoppedError
 from lex_pretrain.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import leave_process_group
-from lex_pretrain.train.checkpoint import Checkpoints, TrainState
+from lex_pretrain.train.checkpoint import Checkpoints, count_parameters
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.health import next_sample, remember, trouble
 from lex_pretrain.train.resume import check_same_run, find_start
+from lex_pretrain.train.state import TrainState
 from lex_pretrain.train.stop import StopRequest
 from lex_pretrain.train.trainer import StepResult, Trainer, resolve_vocab_size
 from lex_pretrain.train.validation import Validation
@@ -54,6 +54,7 @@ def train(config: Config, resume: str | None = None) -> None:
     start = find_start(checkpoints, resume, fingerprint)
     plan = None if start is None else checkpoints.plan_load(*start)
     trainer = Trainer(config, ranks, loader, load_universal=plan is not None and plan.is_universal)
+    checkpoints.check_room(count_parameters(trainer.decoder))
     if start is not None and plan is not None:
         checkpoints.load(trainer.engine, plan)
         state = replace(start[1], world_size=ranks.world_size, zero_stage=config.zero.stage)
@@ -126,6 +127,7 @@ def run_steps(
         if validation.due(state.step) or (done and validation.enabled):
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
         if due:
+            checkpoints.check_room(count_parameters(trainer.decoder))
             folder = checkpoints.save(trainer.engine, trainer.decoder, state)
             monitor.event("saved", step=state.step, checkpoint=folder.name)
         if result.stop_requested and not done:
@@ -138,18 +140,18 @@ def run_steps(
 def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state: TrainState, reason: str) -> TrainState:
     """Load the last good checkpoint and pass over all samples since then; returns where the run then stands.
 
-    Raises JobError when there is none, or the run has gone back to it too often.
+    Raises SharedJobError when there is none, or the run has gone back to it too often.
     """
     found = checkpoints.newest_good(before_step=state.step)
     if found is None:
-        raise JobError(
+        raise SharedJobError(
             f"step {state.step}: {reason}, and there is no checkpoint to go back to; lower optimizer.learning_rate, or "
             "raise schedule.warmup_steps, and look at the documents that metrics.jsonl names"
         )
     folder, saved = found
     limit = trainer.config.train.max_rewinds
     if sum(first == saved.samples for first, _ in state.passed_over) >= limit:
-        raise JobError(
+        raise SharedJobError(
             f"step {state.step}: {reason}, and the run has gone back to {folder.name} {limit} times before "
             "(train.max_rewinds); lower optimizer.learning_rate, or go on from an earlier checkpoint by --resume STEP"
         )
@@ -157,7 +159,7 @@ def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state:
     passed_over = (*state.passed_over, (saved.samples, state.samples))
     checkpoints.pass_over(passed_over)
     if plan.is_universal and not trainer.load_universal:
-        raise JobError(
+        raise SharedJobError(
             f"step {state.step}: {reason}. The last good checkpoint, {folder.name}, is of another number of processes; "
             "run the same command again to go on from there"
         )
@@ -193,14 +195,11 @@ def report_non_finite(trainer: Trainer, monitor: Monitor, step: int, first_sampl
 def describe(trainer: Trainer, state: TrainState) -> None:
     """Say what is about to run, so that a wrong setting shows before it costs anything."""
     config, ranks = trainer.config, trainer.ranks
-    num_parameters = sum(
-        math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trainer.decoder.parameters()
-    )
     where = f"{trainer.device.type.upper()}, {config.train.precision}, ZeRO stage {config.zero.stage}"
     logger.info(
         "%s of %.2f M parameters on %d process%s (%s, %d thread%s each)",
         config.model.position,
-        num_parameters / 1e6,
+        count_parameters(trainer.decoder) / 1e6,
         ranks.world_size,
         "" if ranks.world_size == 1 else "es",
         where,
