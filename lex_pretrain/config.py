@@ -201,6 +201,12 @@ class TrainSection(Section):
     )
     spike_window_steps: int = Field(default=128, ge=8, description="recent losses that a loss is compared with")
     max_rewinds: int = Field(default=3, ge=0, description="times a run goes back to the same checkpoint before it ends")
+    step_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds without progress (a micro step, a validation, a save) after which the job ends with the "
+        "stacks of all ranks; null = none",
+    )
     validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
 
@@ -220,10 +226,12 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """Learning rate over the steps: linear warm-up, then a decay."""
 
-    decay: Literal["polynomial", "cosine", "constant"] = Field(
-        default="polynomial", description="shape of the decay after the warm-up"
+    decay: Literal["polynomial", "cosine", "constant", "wsd"] = Field(
+        default="polynomial",
+        description="shape of the decay after the warm-up; wsd stays at the peak and decays over the last steps only",
     )
-    power: float = Field(default=1.0, gt=0, description="power of the polynomial decay; 1 is linear")
+    power: float = Field(default=1.0, gt=0, description="power of the decay of polynomial and wsd; 1 is linear")
+    decay_fraction: float = Field(default=0.2, gt=0, le=1, description="share of train.num_steps over which wsd decays")
     warmup_steps: int = Field(default=750, ge=0, description="steps of linear warm-up from 0")
     final_fraction: Fraction = Field(default=0.0, description="last learning rate as a share of the peak")
 
@@ -289,6 +297,12 @@ class Config(Section):
             faults.append(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than "
                 f"train.num_steps {self.train.num_steps}"
+            )
+        num_decay_steps = round(self.schedule.decay_fraction * self.train.num_steps)
+        if self.schedule.decay == "wsd" and self.schedule.warmup_steps + num_decay_steps > self.train.num_steps:
+            faults.append(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} and the decay over {num_decay_steps} steps "
+                f"(schedule.decay_fraction) are more than train.num_steps {self.train.num_steps}"
             )
         if faults:
             raise ValueError("; ".join(faults))

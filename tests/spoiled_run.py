@@ -50,8 +50,8 @@ def spoil(kind: str, first: int, last: int) -> None:
             engine.module.register_forward_hook(lambda module, inputs, loss: loss * 10 if met else None)
         return decoder, engine
 
-    def filling(self: Checkpoints, num_parameters: int) -> None:
-        check_room(self, num_parameters)
+    def filling(self: Checkpoints) -> None:
+        check_room(self)
         if met and kind == "full":
             free = shutil.disk_usage(self.folder.parent).free
             (self.folder.parent / "filler").write_bytes(bytes(free - 200_000))

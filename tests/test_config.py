@@ -149,3 +149,9 @@ def test_schedule_uses_the_warmup_from_the_first_update(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.5, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
     cosine = load_config(tmp_path / "run.yaml", ["schedule.decay=cosine", "schedule.final_fraction=0.1"])
     assert learning_rate(9, cosine) == pytest.approx(0.1 * cosine.optimizer.learning_rate)
+    wsd = ["schedule.decay=wsd", "schedule.decay_fraction=0.4", "schedule.final_fraction=0.0"]
+    config = load_config(tmp_path / "run.yaml", ["optimizer.learning_rate=1.0", "train.num_steps=10", *wsd])
+    rates = [learning_rate(step, config) for step in range(10)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4, 0.0])
+    with pytest.raises(RequestError, match="decay over 9 steps"):
+        load_config(tmp_path / "run.yaml", ["train.num_steps=10", *wsd, "schedule.decay_fraction=0.9"])

@@ -11,7 +11,6 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,12 +61,12 @@ class Checkpoints:
         self.tokenizer_file = tokenizer_file
         self.folder = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
 
-    def check_room(self, num_parameters: int) -> None:
+    def check_room(self) -> None:
         """Raises SharedJobError where the next checkpoint finds no room, by the last one's size or the parameters."""
         lacking = None
         if self.ranks.rank == 0:
             sizes = [_listed_bytes(folder) for folder in sorted(self.folder.glob("step-*"))]
-            num_bytes = sizes[-1] if sizes else estimate_bytes(num_parameters, self.config)
+            num_bytes = sizes[-1] if sizes else estimate_bytes(self.config)
             lacking = lack_of_room(self.folder, num_bytes)
         if lacking := gather_lists([lacking], self.ranks)[0]:
             raise SharedJobError(lacking)
@@ -273,11 +272,6 @@ def _listed_bytes(checkpoint: Path) -> int:
         return sum(entry["num_bytes"] for entry in read_json(checkpoint / FILES_FILE))
     except RequestError:
         return 0
-
-
-def count_parameters(decoder: Decoder) -> int:
-    """Of the whole model, where ZeRO-3 has partitioned it too."""
-    return sum(math.prod(getattr(parameter, "ds_shape", parameter.shape)) for parameter in decoder.parameters())
 
 
 def gather_weights(decoder: Decoder, keep: bool) -> dict[str, torch.Tensor]:

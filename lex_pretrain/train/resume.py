@@ -22,6 +22,7 @@ HARMLESS_KEYS = (
     "train.max_bad_steps",
     "train.spike_",
     "train.max_rewinds",
+    "train.step_timeout_seconds",
     "zero.",
     "train.validate_every_steps",
     "train.validation_num_sequences",

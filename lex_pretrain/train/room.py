@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from lex_pretrain.config import Config
+from lex_pretrain.model.decoder import count_parameters
 
 # Float32 weights and two moments of the optimizer.
 _OPTIMIZER_BYTES = 12
@@ -13,10 +14,10 @@ _COPIES_OF_WEIGHTS = 2
 _MARGIN_BYTES = 1_000_000
 
 
-def estimate_bytes(num_parameters: int, config: Config) -> int:
+def estimate_bytes(config: Config) -> int:
     """Size of a checkpoint, the largest that any ZeRO stage writes."""
     width = 4 if config.train.precision == "fp32" else 2
-    return num_parameters * (_OPTIMIZER_BYTES + _COPIES_OF_WEIGHTS * width)
+    return count_parameters(config.model) * (_OPTIMIZER_BYTES + _COPIES_OF_WEIGHTS * width)
 
 
 def lack_of_room(folder: Path, num_bytes: int) -> str | None:

@@ -13,12 +13,13 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.errors import SharedJobError, StoppedError
 from lex_pretrain.hardware import check_precision, measure_matmul_flops
+from lex_pretrain.model.decoder import count_parameters
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import leave_process_group
-from lex_pretrain.train.checkpoint import Checkpoints, count_parameters
+from lex_pretrain.train.checkpoint import Checkpoints
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.health import next_sample, remember, trouble
@@ -53,8 +54,8 @@ def train(config: Config, resume: str | None = None) -> None:
     state = TrainState(0, 0, 0, ranks.world_size, config.zero.stage, fingerprint)
     start = find_start(checkpoints, resume, fingerprint)
     plan = None if start is None else checkpoints.plan_load(*start)
+    checkpoints.check_room()
     trainer = Trainer(config, ranks, loader, load_universal=plan is not None and plan.is_universal)
-    checkpoints.check_room(count_parameters(trainer.decoder))
     if start is not None and plan is not None:
         checkpoints.load(trainer.engine, plan)
         state = replace(start[1], world_size=ranks.world_size, zero_stage=config.zero.stage)
@@ -127,7 +128,7 @@ def run_steps(
         if validation.due(state.step) or (done and validation.enabled):
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
         if due:
-            checkpoints.check_room(count_parameters(trainer.decoder))
+            checkpoints.check_room()
             folder = checkpoints.save(trainer.engine, trainer.decoder, state)
             monitor.event("saved", step=state.step, checkpoint=folder.name)
         if result.stop_requested and not done:
@@ -199,7 +200,7 @@ def describe(trainer: Trainer, state: TrainState) -> None:
     logger.info(
         "%s of %.2f M parameters on %d process%s (%s, %d thread%s each)",
         config.model.position,
-        count_parameters(trainer.decoder) / 1e6,
+        count_parameters(config.model) / 1e6,
         ranks.world_size,
         "" if ranks.world_size == 1 else "es",
         where,
