@@ -6,7 +6,6 @@ change spaces, quotes and percent signs of what they pass on, but not letters an
 
 import base64
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lex_pretrain.files import write_json
-from lex_pretrain.ranks import find_ranks
+from lex_pretrain.ranks import die_with_parent, find_ranks
 
 JOB_VARIABLE = "LEX_JOB"
 PASSED_ON_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAST_LINES = 20
 SECONDS_TO_DRAIN = 5.0
-_PR_SET_PDEATHSIG = 1
 
 Show = Literal["first", "all"]
 
@@ -92,7 +90,7 @@ def run(task: RankTask) -> int:
             stderr=subprocess.PIPE,
             # MPI hands its processes an open descriptor.
             close_fds=False,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         for number in PASSED_ON_SIGNALS:
             signal.signal(number, lambda number, frame: process.send_signal(number))
@@ -146,11 +144,6 @@ def _copy(
             with contextlib.suppress(OSError, ValueError):
                 shown.write(tag + line)
                 shown.flush()
-
-
-def _die_with_parent() -> None:
-    """In the child: end it when this process is killed, so that none is left behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kernel_message(pid: int) -> str:

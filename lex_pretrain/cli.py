@@ -193,12 +193,27 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="STEP|PATH|never", help="start there instead of where the run stands")
     ] = None,
+    prove_resume: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="train nothing; prove that K steps killed half way and resumed equal K straight"
+        ),
+    ] = None,
 ) -> None:
     """Train; goes on by itself if the output folder holds a run of the same config."""
     from lex_pretrain.config_io import load_config
+
+    loaded = load_config(config, overrides or [])
+    if prove_resume is not None:
+        if resume is not None:
+            raise RequestError("--prove-resume starts its own trainings, so it goes without --resume")
+        from lex_pretrain.train.prove import prove_resume as prove
+
+        prove(loaded, prove_resume)
+        return
     from lex_pretrain.train.run import train
 
-    train(load_config(config, overrides or []), resume)
+    train(loaded, resume)
 
 
 @app.command()

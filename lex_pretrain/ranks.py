@@ -3,7 +3,9 @@
 Finding ranks needs no torch: the launching side and its wrappers do it too, and start at once.
 """
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _FIRST_SLURM_PORT = 20_000
 _NUM_SLURM_PORTS = 10_000
+_PR_SET_PDEATHSIG = 1
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Launchers that do not set torch's names: variables of the rank, of the number of ranks, of the rank on its host, and
@@ -93,6 +96,11 @@ def leave_process_group() -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """In a process just started: end it when its parent is killed, so that none is left behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def gather_lists(mine: list[Any], ranks: Ranks) -> list[Any]:

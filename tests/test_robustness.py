@@ -1,22 +1,27 @@
 """Training through what goes wrong: numbers that are not finite, spikes, full disks, hangs, kills."""
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lex_pretrain.config import Config, TrainSection
 from lex_pretrain.config_io import save_config
 from lex_pretrain.monitor.metrics import read_records, read_steps
 from lex_pretrain.train.health import next_sample, robust_z_score, trouble
+from lex_pretrain.train.prove import compare
+from lex_pretrain.train.watchdog import Place, describe
 from tests import skipping
 from tests.conftest import Program
 
@@ -174,3 +179,98 @@ def test_a_disk_that_fills_up_during_a_save_costs_nothing_but_that_save(
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(run, "resumed")] == [4]
     assert [step["samples"] for step in read_steps(run / "metrics.jsonl")] == [8, 16, 24, 32, 40, 48, 56, 64]
+
+
+@pytest.mark.slow
+def test_resumption_is_proved_on_the_users_own_config(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
+) -> None:
+    save_config(tiny_config(model={"dropout": 0.1}, zero={"stage": 2}), tmp_path / "run.yaml")
+    command = ["launch", "--num-processes", "2", "--", "train", "--config", tmp_path / "run.yaml", "--prove-resume"]
+    done = program(*command, "6")
+    assert done.returncode == 0, done.stderr
+    assert "proved: 6 steps straight, and 6 steps killed after step 3 and resumed from step 2" in done.stderr
+    assert not list(tmp_path.glob("run*/"))
+    wrong = program("train", "--config", tmp_path / "run.yaml", "--prove-resume", "7")
+    assert wrong.returncode == 2
+    assert "must be from 2 to train.num_steps 6" in wrong.stderr
+
+
+def test_the_proof_tells_the_smallest_difference(tmp_path: Path) -> None:
+    for name, loss, weight in (("straight", 1.5, 1.0), ("resumed", 1.5 + 2**-40, 1.0 + 2**-23)):
+        (tmp_path / name / "checkpoints" / "step-00000002").mkdir(parents=True)
+        records = [{"step": step, "loss": loss * step, "lr": 0.1, "grad_norm": 1.0} for step in (1, 2)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        weights = {"a": torch.ones(2), "b": torch.tensor([weight])}
+        save_file(weights, tmp_path / name / "checkpoints" / "step-00000002" / "model.safetensors")
+    faults = compare(tmp_path / "straight", tmp_path / "resumed", 2)
+    assert faults == [
+        "loss of step 1: 1.5 straight, 1.5000000000009095 resumed",
+        "1 of 2 weights, by up to 1.19e-07, first b",
+    ]
+    assert compare(tmp_path / "straight", tmp_path / "straight", 2) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_job_with_its_name_and_all_stacks(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Rank 1 never reads the samples of step 3; rank 0 waits for it, in the same step."""
+    done = spoiled("1:hang:20", tiny_config(train={"step_timeout_seconds": 3}), tmp_path / "run.yaml")
+    assert done.returncode == 1, done.stderr
+    assert "no progress for 3 s: rank 1: reading the samples of step 3, micro step 0" in done.stderr
+    assert done.stderr.count("no progress for") == 1
+    for rank, doing in ((0, "computing step 3"), (1, "reading the samples of step 3")):
+        assert f"stacks of rank {rank}, {doing}" in done.stderr
+    assert "in noting" in done.stderr  # the function that hangs
+    assert "in train_step" in done.stderr
+
+
+def test_the_rank_that_is_behind_or_silent_is_named() -> None:
+    places = {0: Place(7, "saving step 2"), 2: Place(6, "computing step 2"), 3: Place(7, "saving step 2")}
+    assert describe(places, 4) == "rank 1 does not answer; ranks 0, 3: saving step 2; rank 2: computing step 2"
+    places[1] = places[0]
+    assert describe(places, 4) == "rank 2: computing step 2"
+    assert describe(dict.fromkeys(range(2), places[0]), 2) == (
+        "no rank is behind the others; ranks 0, 1: saving step 2"
+    )
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_named_by_the_others(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """SIGSTOP, as a machine that freezes; the launcher then ends what is left of the job."""
+    save_config(tiny_config(train={"num_steps": 5000, "step_timeout_seconds": 3}), tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "lex_pretrain", "launch", "--num-processes", "2", "--", "train", "--config"]
+    process = subprocess.Popen([*command, str(tmp_path / "run.yaml")], stderr=subprocess.PIPE, text=True)
+    file = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.is_file() and read_steps(file)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    (stopped,) = [child for child in ranks if child.environ().get("RANK") == "1"]
+    stopped.suspend()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    assert "no progress for 3 s: rank 1 does not answer" in stderr
+    assert not stopped.is_running()
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_of_a_save_never_cost_more_than_the_steps_since_the_last(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """30 times kill -9: each start goes on from the newest checkpoint, which no kill leaves broken."""
+    config = tiny_config(train={"num_steps": 100_000}, checkpoint={"every_steps": 2, "keep_last": 1})
+    save_config(config, tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "tests.killed_saves", str(tmp_path / "run.yaml"), "30"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = json.loads(done.stdout.splitlines()[-1])
+    assert len(kills) == 30
+    assert all(kill["killed"] for kill in kills)
+    assert all(kill["last_step"] - kill["newest"] <= 2 for kill in kills)
+    for before, after in itertools.pairwise(kills):
+        assert after["resumed"] == [before["newest"]]
+    assert "broken" not in done.stderr
+    # The kills did hit saves.
+    assert sum(bool(kill["unfinished"]) for kill in kills) >= 10

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +33,16 @@ from lex_pretrain.train.validation import Validation
 logger = logging.getLogger("lex_pretrain")
 
 
-def train(config: Config, resume: str | None = None) -> None:
+def train(
+    config: Config,
+    resume: str | None = None,
+    last_step: int | None = None,
+    after_step: Callable[[int], None] = lambda step: None,
+) -> None:
     """Run or go on with the training that `config` describes, on every rank of the job.
 
-    `resume` is None to go on where the output folder stands, "never", a step number, or a checkpoint's path.
+    `resume` is None to go on where the output folder stands, "never", a step number, or a checkpoint's path. The run
+    ends after `last_step`, with all steps of the config if it is None; `after_step` is told of each step that is done.
     Raises StoppedError after a stop signal, once a checkpoint is saved.
     """
     check_precision(config.train.precision)
@@ -69,22 +76,30 @@ def train(config: Config, resume: str | None = None) -> None:
     try:
         if start is not None:
             monitor.event("resumed", step=state.step, checkpoint=start[0].name)
-        run_steps(trainer, checkpoints, monitor, replace(state, wandb_run_id=monitor.wandb_run_id), stop)
+        state = replace(state, wandb_run_id=monitor.wandb_run_id)
+        with trainer.watchdog.watching():
+            for step in run_steps(trainer, checkpoints, monitor, state, stop, last_step or config.train.num_steps):
+                after_step(step)
     finally:
         monitor.close()
     leave_process_group()
 
 
 def run_steps(
-    trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state: TrainState, stop: StopRequest
-) -> None:
-    """The loop: step, report, validate, save."""
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    monitor: Monitor,
+    state: TrainState,
+    stop: StopRequest,
+    last_step: int,
+) -> Iterator[int]:
+    """The loop: step, report, validate, save. Yields each step when all of this is done."""
     config, ranks = trainer.config, trainer.ranks
     tokens_per_step = config.train.global_batch_size * config.model.sequence_length
     flops_per_token = training_flops_per_token(config.model)
     peak_flops = measure_matmul_flops(trainer.device, config.train.precision) * ranks.world_size
     validation = Validation(config, ranks, trainer.device)
-    while state.step < config.train.num_steps:
+    while state.step < last_step:
         started = time.perf_counter()
         first_sample = next_sample(state.samples, state.passed_over)
         result = trainer.train_step(state.step, first_sample, stop.received is not None)
@@ -115,7 +130,7 @@ def run_steps(
         )
         if non_finite:
             report_non_finite(trainer, monitor, state.step, first_sample, result)
-        done = state.step == config.train.num_steps
+        done = state.step == last_step
         # In the midst of bad steps none is written unasked: keep_last might drop the last good one for it.
         regular = state.step % config.checkpoint.every_steps == 0 and state.num_bad_steps == 0
         due = done or result.stop_requested or regular
@@ -123,11 +138,14 @@ def run_steps(
         if reason is None and due and not state_is_finite(trainer.engine):
             reason = "weights or optimizer state are not finite"
         if reason is not None:
+            trainer.watchdog.progress(f"going back from step {state.step}")
             state = go_back(trainer, checkpoints, monitor, state, reason)
             continue
         if validation.due(state.step) or (done and validation.enabled):
+            trainer.watchdog.progress(f"validating after step {state.step}")
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
         if due:
+            trainer.watchdog.progress(f"saving step {state.step}")
             checkpoints.check_room()
             folder = checkpoints.save(trainer.engine, trainer.decoder, state)
             monitor.event("saved", step=state.step, checkpoint=folder.name)
@@ -136,6 +154,7 @@ def run_steps(
                 f"stopped on a signal after saving step {state.step} of {config.train.num_steps}; "
                 "the same command goes on from there"
             )
+        yield state.step
 
 
 def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state: TrainState, reason: str) -> TrainState:

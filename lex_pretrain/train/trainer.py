@@ -18,6 +18,7 @@ from lex_pretrain.ranks import Ranks
 from lex_pretrain.train.engine import make_engine
 from lex_pretrain.train.finite import GRADIENT, LOSS, GradientWatch, spread_fault
 from lex_pretrain.train.schedule import learning_rate
+from lex_pretrain.train.watchdog import Watchdog
 
 logger = logging.getLogger("lex_pretrain")
 
@@ -58,6 +59,7 @@ class Trainer:
         self.load_universal = load_universal
         eod_id = loader.datasets[0].manifest.tokenizer.eod_id
         self.decoder, self.engine = make_engine(config, ranks, load_universal, eod_id)
+        self.watchdog = Watchdog(ranks, config.train.step_timeout_seconds)
         self.gradients = GradientWatch(self.engine.module)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
         self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
@@ -74,9 +76,10 @@ class Trainer:
         losses, gradients = [], []
         for micro_step in range(self.num_micro_steps):
             self._seed_dropout(step, micro_step)
-            tokens, next_tokens = self.loader.micro_batch(
-                self.samples(first_sample, micro_step, self.ranks.rank), self.device
-            )
+            self.watchdog.progress(f"reading the samples of step {step + 1}, micro step {micro_step}")
+            samples = self.samples(first_sample, micro_step, self.ranks.rank)
+            tokens, next_tokens = self.loader.micro_batch(samples, self.device)
+            self.watchdog.progress(f"computing step {step + 1}, micro step {micro_step}")
             loss = self.engine(tokens, next_tokens)
             self.engine.backward(spread_fault(loss))
             self.engine.step()
@@ -84,6 +87,7 @@ class Trainer:
             gradients.append(self.gradients.take().to(self.device).double())
         applied = bool(self.engine.was_step_applied())
         mine = torch.stack([*losses, *gradients, torch.tensor(float(stop_requested), device=self.device).double()])
+        self.watchdog.progress(f"sharing the loss of step {step + 1}")
         # One exchange carries what all ranks must agree on: the mean loss, what is not finite, and whether to stop.
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         torch.distributed.all_gather(everyone, mine)
