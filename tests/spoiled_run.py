@@ -3,8 +3,9 @@
     python -m tests.spoiled_run FAULT COMMAND...
 
 FAULT is RANK:FIRST-LAST, the global samples FIRST .. LAST that make a gradient of that rank infinite;
-RANK:spike:SAMPLE, a sample whose batch reports a loss ten times as large; RANK:hang:SAMPLE, one that is never read; or
-RANK:full:SAMPLE, after which the disk is filled up to 200 kB just before the next save.
+RANK:spike:SAMPLE, a sample whose batch reports a loss ten times as large; RANK:weights:SAMPLE, one at which a moment of
+the optimizer becomes NaN; RANK:hang:SAMPLE, one that is never read; or RANK:full:SAMPLE, after which the disk is filled
+up to 200 kB just before the next save.
 """
 
 import os
@@ -46,6 +47,8 @@ def spoil(kind: str, first: int, last: int) -> None:
         decoder, engine = make_engine(*arguments)
         if kind == "inf":
             list(decoder.parameters())[5].register_hook(lambda gradient: gradient * float("inf") if met else None)
+        if kind == "weights":
+            engine.module.register_forward_pre_hook(lambda module, inputs: spoil_state(engine) if met else None)
         if kind == "spike":
             engine.module.register_forward_hook(lambda module, inputs, loss: loss * 10 if met else None)
         return decoder, engine
@@ -60,6 +63,11 @@ def spoil(kind: str, first: int, last: int) -> None:
     Checkpoints.check_room = filling  # type: ignore[method-assign]
     Loader.micro_batch = noting  # type: ignore[method-assign]
     trainer.make_engine = spoiling
+
+
+def spoil_state(engine: Any) -> None:
+    state = next(iter(engine.basic_optimizer.state.values()))
+    state["exp_avg_sq"].view(-1)[0] = float("nan")
 
 
 if __name__ == "__main__":

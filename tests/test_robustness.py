@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from lex_pretrain.config import Config, TrainSection
 from lex_pretrain.config_io import save_config
 from lex_pretrain.monitor.metrics import read_records, read_steps
+from lex_pretrain.train.finite import GradientWatch, spread_fault
 from lex_pretrain.train.health import next_sample, robust_z_score, trouble
 from lex_pretrain.train.prove import compare
 from lex_pretrain.train.watchdog import Place, describe
@@ -124,6 +125,40 @@ def test_a_spike_goes_back_and_a_restart_keeps_passing_over_it(tiny_config: Make
     assert "2 steps in a row were not finite, and the run has gone back to step-00000010 1 times before" in again.stderr
     assert read_steps(run / "metrics.jsonl")[10]["samples"] == 120
     assert len(events(run, "rewound")) == 1
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_finite_is_never_saved(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """A moment becomes NaN in step 4, whose loss and gradients are finite, and at whose end a save is due."""
+    config = tiny_config(train={"num_steps": 6}, checkpoint={"every_steps": 2})
+    done = spoiled("0:weights:30", config, tmp_path / "run.yaml", num_processes=1)
+    assert done.returncode == 0, done.stderr
+    (rewound,) = events(tmp_path / "run", "rewound")
+    assert rewound["reason"] == "weights or optimizer state are not finite"
+    assert (rewound["step"], rewound["to_step"], rewound["passed_over"]) == (4, 2, [16, 32])
+    for step in (4, 6):
+        assert all(weight.isfinite().all() for weight in checkpointed(tmp_path / "run", step).values())
+
+
+def test_a_loss_that_is_not_finite_spoils_all_its_gradients_and_no_other_changes_any() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    module = torch.nn.Module()
+    module.weight = weight
+    watch = GradientWatch(module)
+    for offset in (0.0, float("inf"), float("nan")):
+        weight.grad = None
+        loss = (3 * weight).sum() + offset
+        loss.backward(retain_graph=True)
+        assert torch.equal(weight.grad, torch.tensor([3.0, 3.0]))  # finite, whatever the loss
+        assert watch.take().isfinite()
+        weight.grad = None
+        spread_fault(loss).backward()
+        assert bool(weight.grad.isfinite().all()) == (offset == 0.0)
+        assert bool(watch.take().isfinite()) == (offset == 0.0)
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        (weight * torch.tensor([1.0, bad])).sum().backward()
+        assert not watch.take().isfinite()
+    assert watch.take().isfinite()
 
 
 def test_without_a_checkpoint_to_go_back_to_the_run_ends(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ from lex_pretrain.train.stop import StopRequest
 from lex_pretrain.train.trainer import StepResult, Trainer, resolve_vocab_size
 from lex_pretrain.train.validation import Validation
 
+# Ranks at fault in one step whose documents are looked up: when all are, their weights are, and not their documents.
+MOST_FAULTS_TRACED = 8
+
 logger = logging.getLogger("lex_pretrain")
 
 
@@ -95,8 +98,6 @@ def run_steps(
 ) -> Iterator[int]:
     """The loop: step, report, validate, save. Yields each step when all of this is done."""
     config, ranks = trainer.config, trainer.ranks
-    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
-    flops_per_token = training_flops_per_token(config.model)
     peak_flops = measure_matmul_flops(trainer.device, config.train.precision) * ranks.world_size
     validation = Validation(config, ranks, trainer.device)
     while state.step < last_step:
@@ -110,24 +111,11 @@ def run_steps(
             state,
             step=state.step + 1,
             samples=first_sample + config.train.global_batch_size,
-            tokens=state.tokens + tokens_per_step,
+            tokens=state.tokens + config.train.global_batch_size * config.model.sequence_length,
             recent_losses=remember(state.recent_losses, result.loss, config.train),
             num_bad_steps=state.num_bad_steps + 1 if non_finite else 0,
         )
-        monitor.step(
-            StepMetrics(
-                step=state.step,
-                samples=state.samples,
-                tokens=state.tokens,
-                loss=result.loss,
-                lr=result.learning_rate,
-                grad_norm=result.grad_norm,
-                tokens_per_second=tokens_per_step / seconds,
-                mfu=flops_per_token * tokens_per_step / seconds / peak_flops,
-                step_seconds=seconds,
-                skipped=result.skipped,
-            )
-        )
+        monitor.step(step_metrics(state, result, seconds, config, peak_flops))
         if non_finite:
             report_non_finite(trainer, monitor, state.step, first_sample, result)
         done = state.step == last_step
@@ -155,6 +143,25 @@ def run_steps(
                 "the same command goes on from there"
             )
         yield state.step
+
+
+def step_metrics(
+    state: TrainState, result: StepResult, seconds: float, config: Config, peak_flops: float
+) -> StepMetrics:
+    """The record of a step that led to `state`."""
+    tokens_per_second = config.train.global_batch_size * config.model.sequence_length / seconds
+    return StepMetrics(
+        step=state.step,
+        samples=state.samples,
+        tokens=state.tokens,
+        loss=result.loss,
+        lr=result.learning_rate,
+        grad_norm=result.grad_norm,
+        tokens_per_second=tokens_per_second,
+        mfu=training_flops_per_token(config.model) * tokens_per_second / peak_flops,
+        step_seconds=seconds,
+        skipped=result.skipped,
+    )
 
 
 def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state: TrainState, reason: str) -> TrainState:
@@ -198,7 +205,7 @@ def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state:
 
 def report_non_finite(trainer: Trainer, monitor: Monitor, step: int, first_sample: int, result: StepResult) -> None:
     """Name each rank at fault with the documents it read; of several ranks' finite gradients the sum may not be."""
-    for fault in result.faults:
+    for fault in result.faults[:MOST_FAULTS_TRACED]:
         samples = trainer.samples(first_sample, fault.micro_step, fault.rank)
         monitor.event(
             "non_finite",
@@ -208,6 +215,8 @@ def report_non_finite(trainer: Trainer, monitor: Monitor, step: int, first_sampl
             micro_step=fault.micro_step,
             documents=trainer.loader.documents(samples) if trainer.ranks.rank == 0 else [],
         )
+    if further := [fault.rank for fault in result.faults[MOST_FAULTS_TRACED:]]:
+        monitor.event("non_finite", step=step, ranks=further)
     if not result.faults:
         monitor.event("non_finite", step=step, what="sum of the ranks' gradients")
 
