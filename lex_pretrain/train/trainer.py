@@ -12,7 +12,7 @@ import torch.distributed
 from lex_pretrain.config import Config, Precision
 from lex_pretrain.data.loader import Loader
 from lex_pretrain.data.order import derive_key
-from lex_pretrain.errors import JobError, RequestError
+from lex_pretrain.errors import RequestError, SharedJobError
 from lex_pretrain.hardware import device_of_rank
 from lex_pretrain.ranks import Ranks
 from lex_pretrain.train.engine import make_engine
@@ -94,7 +94,7 @@ class Trainer:
         reports = torch.stack(everyone).tolist()
         faults = self._faults(reports)
         if faults and applied:
-            raise JobError(
+            raise SharedJobError(
                 f"step {step + 1}: the {faults[0].what} of rank {faults[0].rank} is not finite, and the weights were "
                 "updated all the same: a setting in the deepspeed section keeps DeepSpeed from checking. "
                 "Remove it and run the same command again"
