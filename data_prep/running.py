@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.manifest import Account
+from lex_pretrain.data.origins import UNITS_FOLDER
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 

@@ -54,6 +54,8 @@ def test_windows_name_all_their_documents_and_shards_where_the_origins_are_gone(
         bound for bound in bounds for window in windows if bound[0] <= window * 64 + 64 and bound[1] > window * 64
     }
     assert len(loader.documents(samples)) == len(expected)
+    within = Loader([made], [1.0], sequence_length=64, seed=1, within_documents=True)
+    assert [len(within.documents(samples[index : index + 1])) for index in range(5)] == [1] * 5
     shutil.rmtree(made.folder / ".units")
     named = loader.documents(samples)
     assert len(named) == len(expected)
