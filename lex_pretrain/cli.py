@@ -187,6 +187,34 @@ def export_data(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Option(help="YAML config of the run")],
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(min=1, help="processes, each with a GPU of its own")] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, metavar="GIB", help="memory of one GPU; says which ZeRO stages fit")
+    ] = None,
+    mfu: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="share of the peak that the model's own operations reach")
+    ] = 0.4,
+    peak_tflops: Annotated[
+        float, typer.Option(min=0.001, help="peak of one GPU in TFLOP/s; 989 is an H100's in bf16, 312 an A100's")
+    ] = 989.0,
+    json_output: Annotated[bool, typer.Option("--json", help="print the plan as JSON on stdout")] = False,
+) -> None:
+    """Memory by ZeRO stage, FLOPs, traffic, disk and days of a run, before it costs anything."""
+    from lex_pretrain.config_io import load_config
+    from lex_pretrain.train.plan import make_plan
+    from lex_pretrain.train.plan_table import plan_table
+
+    made = make_plan(load_config(config, overrides or []), world_size, mfu, peak_tflops, gpu_memory)
+    if json_output:
+        typer.echo(made.model_dump_json())
+    else:
+        console.print(plan_table(made))
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML config of the run")],
     overrides: Overrides = None,

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import load_config, save_config
 from lex_pretrain.errors import RequestError
-from lex_pretrain.model.decoder import count_parameters
+from lex_pretrain.model.parameters import count_parameters
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
 from lex_pretrain.train.schedule import learning_rate
 from lex_pretrain.train.trainer import resolve_vocab_size

@@ -16,14 +16,8 @@ from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attention import Attention, RaggedAttention, make_attention
 from lex_pretrain.model.cache import Cache, LayerCache
 from lex_pretrain.model.init import initialize
+from lex_pretrain.model.parameters import padded_vocab_size
 from lex_pretrain.model.positions import make_positions
-
-VOCABULARY_MULTIPLE = 128
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding table: matrix units like multiples of 128."""
-    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def make_norm(config: ModelSection, size: int) -> nn.Module:
@@ -231,9 +225,3 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] of the token that follows each of `tokens_BT`; arguments as of `hidden_states`."""
         return self.logits(self.hidden_states(tokens_BT, attention, cache, documents_BT))
-
-
-def count_parameters(config: ModelSection) -> int:
-    """Parameters of the decoder, without making it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(config).parameters())

@@ -1,0 +1,124 @@
+"""Memory of a training pass of the decoder, by formula.
+
+The method is that of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section 4.1):
+what each operation keeps for its backward pass, summed over a layer. The terms are this decoder's own, as autograd
+keeps them. They differ from the paper's where the code does: scaled dot-product attention keeps no T x T scores but
+its output and a logarithm a row, rotated queries and keys are kept beside the projection they came from, and the loss
+keeps logits in the model's number format.
+
+Kernels are those that PyTorch takes on a GPU. One dropout mask is a byte an element, inside the attention it is none.
+Not counted: temporaries of a backward pass below a layer's size, the allocator's fragmentation, and what
+`train.compile_layers` changes.
+
+Shapes: B sequences, T tokens of one, E hidden size, F inner width of the feed-forward, K width of all key heads.
+"""
+
+from dataclasses import dataclass
+
+from lex_pretrain.config import Config, ModelSection
+from lex_pretrain.model.parameters import padded_vocab_size
+
+BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FP32_BYTES = 4
+_COMPLEX64_BYTES = 8
+_INT64_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one micro batch takes on one process."""
+
+    saved: int
+    peak: int
+
+
+def activation_bytes(config: Config, num_sequences: int) -> ActivationBytes:
+    """Bytes that a forward pass over B = `num_sequences` leaves for the backward pass, and the most that exist then.
+
+    The peak is either at the loss, where the logits' gradient stands beside the logits, or in the first layer that is
+    recomputed, once the logits are gone. ValueError while the vocabulary is open.
+    """
+    model = config.model
+    if model.vocab_size is None:
+        raise ValueError("model.vocab_size must be resolved from the data before activations are counted")
+    element = BYTES_PER_ELEMENT[config.train.precision]
+    num_tokens = num_sequences * model.sequence_length
+    every = config.train.activation_checkpointing
+    num_recomputed = -(-model.num_layers // every) if every else 0
+    layer = num_tokens * _layer_bytes_per_token(config, element)
+    layer_input = num_tokens * model.hidden_size * element
+    num_kept = model.num_layers - num_recomputed
+    # Token ids, targets and the loss's logarithm; the last norm's input, statistics and output.
+    outside = num_tokens * (
+        2 * _INT64_BYTES + _FP32_BYTES + _norm_statistics_bytes(model) + 2 * model.hidden_size * element
+    )
+    if model.dropout:
+        outside += num_tokens * model.hidden_size
+    logits = num_tokens * model.vocab_size * element
+    padded = padded_vocab_size(model.vocab_size)
+    logits_gradients = logits if padded == model.vocab_size else logits + num_tokens * padded * element
+    kept = num_kept * layer + num_recomputed * layer_input + outside + _table_bytes(model, num_kept)
+    recomputed = layer - layer_input if num_recomputed else 0
+    return ActivationBytes(saved=kept + logits, peak=kept + max(logits + logits_gradients, recomputed))
+
+
+def _layer_bytes_per_token(config: Config, element: int) -> int:
+    """What a layer keeps of each token; `element` is the size in bytes of the model's number format."""
+    model = config.model
+    width, inner = model.hidden_size, model.resolved_feed_forward_size
+    key_width = model.resolved_num_key_value_heads * model.head_size
+    projected = width + 2 * key_width
+    # Before attention and feed-forward: the residual stream, the norm's statistics and its output.
+    kept = 2 * (2 * width * element + _norm_statistics_bytes(model))
+    if model.position == "alibi":
+        # Scores in float32: queries, keys, values and output are, and the output once more in the model's format.
+        kept += (projected + width) * _FP32_BYTES
+        kept += width * element if element != _FP32_BYTES or len(_query_runs(model)) > 1 else 0
+    else:
+        kept += (projected + width) * element
+    if model.position in ("xpos", "rope"):
+        key_copies = sum(num_keys for _, num_keys in _query_runs(model)) / model.sequence_length
+        kept += int((width + key_width * key_copies) * element)
+    # The softmax's logarithm of each head.
+    kept += model.num_heads * _FP32_BYTES
+    # GELU keeps its input beside its output, ReLU its output alone, SwiGLU gate, input, SiLU and product.
+    kept += {"gelu": 2, "relu": 1, "swiglu": 4}[model.activation] * inner * element
+    if model.sub_layer_norm:
+        kept += (width + inner) * element + 2 * _norm_statistics_bytes(model)
+    if model.dropout:
+        kept += 2 * width
+    if config.train.separate_documents:
+        # A mask of one's own for each layer, turned into a bias by the kernel.
+        kept += model.sequence_length * (_FP32_BYTES if model.position == "alibi" else element)
+    return kept
+
+
+def _norm_statistics_bytes(model: ModelSection) -> int:
+    """Of one token in one norm: mean and reciprocal deviation, or the latter alone, in float32."""
+    return (2 if model.norm == "layernorm" else 1) * _FP32_BYTES
+
+
+# Of `attend.py`: tables that all layers share, elements of the largest mask, and exp's largest argument in xPos.
+_SHARED_TABLES = 4
+_MAX_MASK_ELEMENTS = 2**24
+
+
+def _query_runs(model: ModelSection) -> list[tuple[int, int]]:
+    """Numbers of queries and of keys of each call in which `CausalAttend` takes one sequence."""
+    length = model.sequence_length
+    run = length
+    if model.position == "alibi":
+        run = max(1, min(length, _MAX_MASK_ELEMENTS // (length * model.num_heads)))
+    return [(min(run, length - first), min(first + run, length)) for first in range(0, length, run)]
+
+
+def _table_bytes(model: ModelSection, num_kept_layers: int) -> int:
+    """Rotation factors of queries and keys, or ALiBi's bias; layers share them as long as few runs need few."""
+    length = model.sequence_length
+    if model.position in ("xpos", "rope"):
+        return 2 * length * (model.head_size // 2) * _COMPLEX64_BYTES
+    if model.position != "alibi":
+        return 0
+    runs = _query_runs(model)
+    biases = sum(num_queries * num_keys for num_queries, num_keys in runs) * model.num_heads * _FP32_BYTES
+    return biases * (1 if len(runs) <= _SHARED_TABLES else max(1, num_kept_layers))

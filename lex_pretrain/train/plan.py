@@ -1,0 +1,221 @@
+"""What a run takes before it is started: memory, floating-point operations, traffic, disk and time, from its config.
+
+A pure function of the config: nothing is built, no device and no data are needed, and neither torch nor DeepSpeed is
+imported.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from lex_pretrain.config import Config
+from lex_pretrain.data.manifest import Manifest
+from lex_pretrain.errors import RequestError
+from lex_pretrain.model.activations import activation_bytes
+from lex_pretrain.model.flops import training_flops_per_token
+from lex_pretrain.train.deepspeed_config import micro_batch_size
+from lex_pretrain.train.memory import Placement, Settings, state_bytes
+
+# Every placement, from the cheapest to run to the dearest as long as messages cost the same.
+PLACEMENTS = (
+    *(Placement(stage) for stage in (0, 1, 2, 3)),
+    *(Placement(stage, offload_optimizer=True) for stage in (1, 2, 3)),
+    Placement(3, offload_optimizer=True, offload_parameters=True),
+)
+# Of a GPU's memory; the rest is for CUDA, NCCL and fragmentation, which no formula here counts.
+USABLE_SHARE = 0.9
+_SECONDS_PER_DAY = 86_400
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PlacementPlan(Record):
+    """Bytes of one process at its peak, and what it sends in one optimizer step."""
+
+    zero_stage: int
+    offload_optimizer: bool
+    offload_parameters: bool
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    sent_bytes_per_step: int
+    checkpoint_bytes: int
+    is_configured: bool
+    fits: bool | None
+
+    @property
+    def name(self) -> str:
+        if self.offload_parameters:
+            return f"{self.zero_stage} offload all"
+        return f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
+
+
+class Plan(Record):
+    """The whole plan; `placements` are all that the config's precision allows."""
+
+    num_parameters: int
+    world_size: int
+    precision: str
+    micro_batch_size: int
+    num_micro_steps: int
+    tokens_per_step: int
+    num_steps: int
+    activation_checkpointing: int
+    activation_bytes: int
+    flops_per_step: float
+    peak_tflops: float
+    mfu: float
+    step_seconds: float
+    days: float
+    num_checkpoints_kept: int
+    gpu_memory_bytes: int | None
+    usable_share: float
+    cheapest_that_fits: int | None
+    placements: tuple[PlacementPlan, ...]
+
+
+def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, gpu_memory_gib: float | None) -> Plan:
+    """Plan `config` on `world_size` processes of one device each.
+
+    `mfu` is the share of `peak_tflops` (10^12 operations a second of one device) that the model's own operations
+    reach; recomputed activations are no part of them. `cheapest_that_fits` is an index into `placements`: the one
+    that keeps most on the device, then the one that sends least. Raises RequestError when the vocabulary is open or
+    the global batch does not fit the number of processes.
+    """
+    config = with_vocabulary(config)
+    settings = Settings.of(config, world_size)
+    micro = micro_batch_size(config, world_size)
+    activations = activation_bytes(config, micro).peak
+    gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
+    configured = _configured(config)
+    placements = []
+    for placement in PLACEMENTS:
+        if placement.stage == 0 and config.train.precision == "bf16":
+            continue  # Config refuses it: DeepSpeed would keep no float32 weights.
+        states = state_bytes(settings, placement)
+        held = states.weights + states.gradients + states.optimizer
+        peak = held + max(states.buffers + activations, states.step)
+        placements.append(
+            PlacementPlan(
+                zero_stage=placement.stage,
+                offload_optimizer=placement.offload_optimizer,
+                offload_parameters=placement.offload_parameters,
+                weights_bytes=states.weights,
+                gradients_bytes=states.gradients,
+                optimizer_bytes=states.optimizer,
+                buffers_bytes=states.buffers,
+                peak_bytes=peak,
+                host_bytes=states.host,
+                sent_bytes_per_step=sent_bytes_per_step(settings, placement.stage),
+                checkpoint_bytes=checkpoint_bytes(settings, placement.stage),
+                is_configured=placement == configured,
+                fits=None if gpu_memory is None else peak <= USABLE_SHARE * gpu_memory,
+            )
+        )
+    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    flops_per_step = training_flops_per_token(config.model) * tokens_per_step
+    step_seconds = flops_per_step / (world_size * peak_tflops * 1e12 * mfu)
+    return Plan(
+        num_parameters=settings.num_parameters,
+        world_size=world_size,
+        precision=config.train.precision,
+        micro_batch_size=micro,
+        num_micro_steps=settings.num_micro_steps,
+        tokens_per_step=tokens_per_step,
+        num_steps=config.train.num_steps,
+        activation_checkpointing=config.train.activation_checkpointing,
+        activation_bytes=activations,
+        flops_per_step=flops_per_step,
+        peak_tflops=peak_tflops,
+        mfu=mfu,
+        step_seconds=step_seconds,
+        days=step_seconds * config.train.num_steps / _SECONDS_PER_DAY,
+        num_checkpoints_kept=_num_checkpoints_kept(config),
+        gpu_memory_bytes=gpu_memory,
+        usable_share=USABLE_SHARE,
+        cheapest_that_fits=_cheapest(placements),
+        placements=tuple(placements),
+    )
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The config with the vocabulary of its dataset where it names none. RequestError when there is none either."""
+    if config.model.vocab_size is not None:
+        return config
+    folder = Path(config.data.resolved_sources[0].path)
+    try:
+        vocab_size = Manifest.load(folder).tokenizer.vocab_size
+    except RequestError as error:
+        raise RequestError(
+            f"model.vocab_size is null, and the dataset cannot give it: {error}. "
+            "Name it to plan without data, for example model.vocab_size=32000"
+        ) from error
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+
+
+def sent_bytes_per_step(settings: Settings, stage: int) -> int:
+    """Bytes that one process sends in an optimizer step, with ring algorithms: an all-gather or a reduce-scatter of S
+    bytes sends S (N - 1) / N of N processes, an all-reduce twice that.
+
+    The ZeRO paper (arXiv 1910.02054, section 7) needs 2 messages of all parameters at stages 1 and 2, and 3 at stage
+    3, for one pass. DeepSpeed 0.19 sends more: at stages 1 and 2 gradients are all-reduced (2) before the updated
+    weights are gathered (1), and stages 2 and 3 repeat all but the latter for every micro batch.
+    """
+    number, micro_steps = settings.num_parameters, settings.num_micro_steps
+    gradients, weights = settings.message_bytes * number, settings.weight_bytes * number
+    match stage:
+        case 0:
+            messages = 2 * gradients
+        case 1:
+            messages = 2 * gradients + weights
+        case 2:
+            messages = 2 * gradients * micro_steps + weights
+        case _:
+            # Each pass gathers the weights forward and backward, but for the last layers, which are still there.
+            kept = min(settings.most_live, settings.max_reuse_distance // 2)
+            gathered = settings.weight_bytes * (2 * (number - settings.persistent) - kept)
+            messages = (gathered + gradients) * micro_steps
+    return messages * (settings.world_size - 1) // settings.world_size
+
+
+def checkpoint_bytes(settings: Settings, stage: int) -> int:
+    """Bytes of one checkpoint on disk: DeepSpeed's files, and `model.safetensors` with the weights of forward passes.
+
+    DeepSpeed saves float32 weights and two moments, and below stage 3 the weights of forward passes too. Padding,
+    names and the tokenizer are left out.
+    """
+    moments, element = 8, settings.weight_bytes
+    if stage == 0:
+        states = moments if element == 4 else moments + 4
+        return settings.num_parameters * (states + 2 * element)
+    forward_copies = 1 if stage == 3 else 2
+    return settings.num_parameters * (4 + moments + forward_copies * element)
+
+
+def _configured(config: Config) -> Placement:
+    zero = config.deepspeed.get("zero_optimization", {})
+    offloads = (zero.get("offload_param") or {}).get("device", "none") != "none"
+    return Placement(config.zero.stage, config.zero.offload_optimizer, offloads)
+
+
+def _num_checkpoints_kept(config: Config) -> int:
+    """At the end of the run, with the one that is being written beside those that `checkpoint` keeps."""
+    settings = config.checkpoint
+    saves = -(-config.train.num_steps // settings.every_steps)
+    for_good = config.train.num_steps // settings.keep_every_steps if settings.keep_every_steps else 0
+    return min(saves, settings.keep_last + 1 + for_good)
+
+
+def _cheapest(placements: list[PlacementPlan]) -> int | None:
+    fitting = [index for index, placement in enumerate(placements) if placement.fits]
+
+    def cost(index: int) -> tuple[int, int]:
+        placement = placements[index]
+        return placement.offload_optimizer + placement.offload_parameters, placement.sent_bytes_per_step
+
+    return min(fitting, key=cost, default=None)
