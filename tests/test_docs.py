@@ -36,7 +36,7 @@ def check(words: list[str]) -> None:
         words = words[:split]
     for word in words[1:]:
         assert not word.startswith("--") or word in options, f"{words[0]} has no {word}"
-        if "=" in word and words[0] == "train":
+        if "=" in word and words[0] in ("train", "plan"):
             section, field = word.split("=")[0].split(".")[:2]
             assert section in Config.model_fields
             assert field in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
@@ -44,7 +44,7 @@ def check(words: list[str]) -> None:
 
 def test_documents_show_the_main_commands() -> None:
     shown = {words[0] for _, words in shown_commands()}
-    assert {"prepare", "train", "evaluate", "generate", "launch", "verify-data"} <= shown
+    assert {"prepare", "plan", "train", "evaluate", "generate", "launch", "verify-data"} <= shown
 
 
 @pytest.mark.parametrize(("document", "words"), shown_commands(), ids=lambda value: str(value)[:60])

@@ -6,9 +6,10 @@ keeps them. They differ from the paper's where the code does: scaled dot-product
 its output and a logarithm a row, rotated queries and keys are kept beside the projection they came from, and the loss
 keeps logits in the model's number format.
 
-Kernels are those that PyTorch takes on a GPU. One dropout mask is a byte an element, inside the attention it is none.
-Not counted: temporaries of a backward pass below a layer's size, the allocator's fragmentation, and what
-`train.compile_layers` changes.
+Kernels are those that PyTorch takes on a GPU: a dropout mask is a byte an element, none inside the attention, and
+RMSNorm is fused (a CPU keeps two float32 copies more). Not counted: what a kernel allocates for itself, the allocator's
+fragmentation, what `train.compile_layers` changes, and the masks of xPos with a scale base below a 32nd of the training
+length.
 
 Shapes: B sequences, T tokens of one, E hidden size, F inner width of the feed-forward, K width of all key heads.
 """
@@ -35,8 +36,9 @@ class ActivationBytes:
 def activation_bytes(config: Config, num_sequences: int) -> ActivationBytes:
     """Bytes that a forward pass over B = `num_sequences` leaves for the backward pass, and the most that exist then.
 
-    The peak is either at the loss, where the logits' gradient stands beside the logits, or in the first layer that is
-    recomputed, once the logits are gone. ValueError while the vocabulary is open.
+    The peak is either at the loss, where the logits' gradient stands beside the logits, or in a feed-forward,
+    once the logits are gone: its gradients stand beside what layers keep, and beside what this one has recomputed.
+    ValueError while the vocabulary is open.
     """
     model = config.model
     if model.vocab_size is None:
@@ -55,11 +57,14 @@ def activation_bytes(config: Config, num_sequences: int) -> ActivationBytes:
     if model.dropout:
         outside += num_tokens * model.hidden_size
     logits = num_tokens * model.vocab_size * element
-    padded = padded_vocab_size(model.vocab_size)
-    logits_gradients = logits if padded == model.vocab_size else logits + num_tokens * padded * element
+    logits_gradient = num_tokens * padded_vocab_size(model.vocab_size) * element
     kept = num_kept * layer + num_recomputed * layer_input + outside + _table_bytes(model, num_kept)
-    recomputed = layer - layer_input if num_recomputed else 0
-    return ActivationBytes(saved=kept + logits, peak=kept + max(logits + logits_gradients, recomputed))
+    # The last layer that is recomputed finds those after it done with and gone.
+    num_done = (model.num_layers - 1) % every if every else 0
+    recomputed = max(0, layer - layer_input - num_done * layer) if every else 0
+    inner_gradients = (2 if model.activation == "swiglu" else 1) * model.resolved_feed_forward_size
+    in_layer = recomputed + num_tokens * (model.hidden_size + inner_gradients) * element
+    return ActivationBytes(saved=kept + logits, peak=kept + max(logits + logits_gradient, in_layer))
 
 
 def _layer_bytes_per_token(config: Config, element: int) -> int:
@@ -77,8 +82,7 @@ def _layer_bytes_per_token(config: Config, element: int) -> int:
     else:
         kept += (projected + width) * element
     if model.position in ("xpos", "rope"):
-        key_copies = sum(num_keys for _, num_keys in _query_runs(model)) / model.sequence_length
-        kept += int((width + key_width * key_copies) * element)
+        kept += (width + key_width) * element
     # The softmax's logarithm of each head.
     kept += model.num_heads * _FP32_BYTES
     # GELU keeps its input beside its output, ReLU its output alone, SwiGLU gate, input, SiLU and product.
@@ -98,22 +102,20 @@ def _norm_statistics_bytes(model: ModelSection) -> int:
     return (2 if model.norm == "layernorm" else 1) * _FP32_BYTES
 
 
-# Of `attend.py`: tables that all layers share, elements of the largest mask, and exp's largest argument in xPos.
+# Of `attend.py`: tables that all layers share, and elements of the largest mask.
 _SHARED_TABLES = 4
 _MAX_MASK_ELEMENTS = 2**24
 
 
 def _query_runs(model: ModelSection) -> list[tuple[int, int]]:
-    """Numbers of queries and of keys of each call in which `CausalAttend` takes one sequence."""
+    """Numbers of queries and of keys of each call in which `CausalAttend` takes one sequence under ALiBi."""
     length = model.sequence_length
-    run = length
-    if model.position == "alibi":
-        run = max(1, min(length, _MAX_MASK_ELEMENTS // (length * model.num_heads)))
+    run = max(1, min(length, _MAX_MASK_ELEMENTS // (length * model.num_heads)))
     return [(min(run, length - first), min(first + run, length)) for first in range(0, length, run)]
 
 
 def _table_bytes(model: ModelSection, num_kept_layers: int) -> int:
-    """Rotation factors of queries and keys, or ALiBi's bias; layers share them as long as few runs need few."""
+    """Rotation factors of queries and keys, or ALiBi's bias, which layers share while it is cut into few runs."""
     length = model.sequence_length
     if model.position in ("xpos", "rope"):
         return 2 * length * (model.head_size // 2) * _COMPLEX64_BYTES
