@@ -23,7 +23,7 @@ from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.parameters import count_parameters, parameter_tensors
 from lex_pretrain.train import loss
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
-from lex_pretrain.train.plan import Plan, make_plan
+from lex_pretrain.train.plan import PlacementPlan, Plan, make_plan
 from tests.conftest import Program
 from tests.test_config import CONFIGS, RUNS
 
@@ -247,6 +247,28 @@ def test_partitions_shrink_with_processes_and_nothing_else_does() -> None:
         ratio = after.gradients_bytes / max(1, before.gradients_bytes)
         assert ratio == pytest.approx((1 / 8 if shrinks else 1) if before.gradients_bytes else 0, rel=0.02)
     assert many.days == pytest.approx(few.days / 8)
+
+
+def test_raw_deepspeed_settings_count() -> None:
+    run = CONFIGS / "runs" / "lex-7b.yaml"
+    raw = "deepspeed.zero_optimization"
+
+    def configured(*overrides: str) -> PlacementPlan:
+        plan = make_plan(load_config(run, overrides), 8, 0.4, 989, None)
+        return next(row for row in plan.placements if row.is_configured)
+
+    plain, offloaded = configured(), configured(f"{raw}.offload_param.device=cpu")
+    assert offloaded.name == "3 offload parameters"
+    assert offloaded.weights_bytes < plain.weights_bytes
+    assert offloaded.host_bytes == pytest.approx(plain.weights_bytes, rel=0.001)
+    small = configured(f"{raw}.reduce_bucket_size=1000", f"{raw}.stage3_max_live_parameters=5000")
+    assert small.buffers_bytes == 2 * (1000 + 5000)
+    wide = configured("deepspeed.communication_data_type=fp32")
+    assert wide.sent_bytes_per_step > plain.sent_bytes_per_step
+    bf16_sums = configured("deepspeed.data_types.grad_accum_dtype=bf16")
+    assert bf16_sums.gradients_bytes == plain.gradients_bytes // 2
+    with pytest.raises(RequestError, match=r"deepspeed\.communication_data_type int8 is unknown"):
+        configured("deepspeed.communication_data_type=int8")
 
 
 def run_plan(program: Program, *arguments: str | Path) -> Plan:

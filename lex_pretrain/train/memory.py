@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lex_pretrain.config import Config
+from lex_pretrain.errors import RequestError
 from lex_pretrain.model.activations import BYTES_PER_ELEMENT
 from lex_pretrain.model.parameters import ParameterTensor, parameter_tensors
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
@@ -76,20 +77,19 @@ class Settings:
 
     @staticmethod
     def of(config: Config, world_size: int) -> "Settings":
-        """Raises RequestError where the global batch does not fit the number of processes."""
+        """Raises RequestError where the global batch does not fit the number of processes, or a raw key is unknown."""
         derived = make_deepspeed_config(config, world_size)
         zero: dict[str, Any] = derived["zero_optimization"]
         precision = config.train.precision
-        sums = derived.get("data_types", {}).get("grad_accum_dtype") or precision
         return Settings(
             tensors=parameter_tensors(config.model),
             world_size=world_size,
             precision=precision,
             weight_bytes=BYTES_PER_ELEMENT[precision],
-            sum_bytes=BYTES_PER_ELEMENT[sums],
-            message_bytes=BYTES_PER_ELEMENT[derived.get("communication_data_type") or precision],
+            sum_bytes=_bytes_of(derived, "data_types.grad_accum_dtype", precision),
+            message_bytes=_bytes_of(derived, "communication_data_type", precision),
             num_micro_steps=derived["gradient_accumulation_steps"],
-            num_buckets=2 if config.zero.overlap_comm else 1,
+            num_buckets=2 if zero["overlap_comm"] else 1,
             reduce_bucket=int(zero.get("reduce_bucket_size", _REDUCE_BUCKET)),
             persistence_threshold=int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD)),
             max_live=int(zero.get("stage3_max_live_parameters", _MAX_LIVE)),
@@ -131,6 +131,16 @@ class Settings:
     def most_live(self) -> int:
         """Elements gathered at a time at stage 3."""
         return min(self.num_parameters - self.persistent, self.max_live)
+
+
+def _bytes_of(derived: dict[str, Any], dotted_key: str, precision: str) -> int:
+    """Size of an element in the number format that a DeepSpeed key names; in that of the weights where it does not."""
+    node: Any = derived
+    for part in dotted_key.split("."):
+        node = (node or {}).get(part)
+    if (name := node or precision) not in BYTES_PER_ELEMENT:
+        raise RequestError(f"deepspeed.{dotted_key} {name} is unknown here; known: {', '.join(BYTES_PER_ELEMENT)}")
+    return BYTES_PER_ELEMENT[name]
 
 
 def state_bytes(settings: Settings, placement: Placement) -> StateBytes:

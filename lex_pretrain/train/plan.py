@@ -51,7 +51,7 @@ class PlacementPlan(Record):
     @property
     def name(self) -> str:
         if self.offload_parameters:
-            return f"{self.zero_stage} offload all"
+            return f"{self.zero_stage} offload {'all' if self.offload_optimizer else 'parameters'}"
         return f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
 
 
@@ -94,7 +94,7 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
     gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
     configured = _configured(config)
     placements = []
-    for placement in PLACEMENTS:
+    for placement in dict.fromkeys((*PLACEMENTS, configured)):
         if placement.stage == 0 and config.train.precision == "bf16":
             continue  # Config refuses it: DeepSpeed would keep no float32 weights.
         states = state_bytes(settings, placement)
@@ -198,8 +198,8 @@ def checkpoint_bytes(settings: Settings, stage: int) -> int:
 
 
 def _configured(config: Config) -> Placement:
-    zero = config.deepspeed.get("zero_optimization", {})
-    offloads = (zero.get("offload_param") or {}).get("device", "none") != "none"
+    raw = config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}
+    offloads = config.zero.stage == 3 and raw.get("device", "none") != "none"
     return Placement(config.zero.stage, config.zero.offload_optimizer, offloads)
 
 

@@ -16,7 +16,7 @@ def _facts(plan: Plan) -> Table:
     table = Table(box=None, show_header=False)
     configured = next((row for row in plan.placements if row.is_configured), plan.placements[0])
     checkpointing = {0: "kept", 1: "recomputed"}.get(
-        plan.activation_checkpointing, f"recomputed in every {plan.activation_checkpointing}th layer"
+        plan.activation_checkpointing, f"recomputed in one of {plan.activation_checkpointing} layers"
     )
     rows = {
         "parameters": f"{plan.num_parameters:,}",
