@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from lex_pretrain.config import Config
-from lex_pretrain.model.decoder import count_parameters
+from lex_pretrain.model.parameters import count_parameters
 
 # Float32 weights and two moments of the optimizer.
 _OPTIMIZER_BYTES = 12

@@ -14,9 +14,9 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.errors import SharedJobError, StoppedError
 from lex_pretrain.hardware import check_precision, measure_matmul_flops
-from lex_pretrain.model.decoder import count_parameters
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
+from lex_pretrain.model.parameters import count_parameters
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import leave_process_group
