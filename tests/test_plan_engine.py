@@ -10,7 +10,8 @@ import pytest
 
 from lex_pretrain.config import Config
 from lex_pretrain.train.memory import Placement, Settings, state_bytes
-from lex_pretrain.train.plan import checkpoint_bytes, sent_bytes_per_step
+from lex_pretrain.train.plan import sent_bytes_per_step
+from lex_pretrain.train.room import checkpoint_bytes
 
 ROOT = Path(__file__).parent.parent
 # Small buckets do not drown a small model, and its matrices are partitioned at stage 3, its biases not.
@@ -83,6 +84,6 @@ def test_a_plan_is_what_real_engines_hold_send_and_save(world_size: int, tmp_pat
         cut = 4 * settings.largest_tensor if (case["stage"], case["precision"]) == (2, "fp32") else 0
         assert 0.995 * held <= measured["held"] <= 1.005 * held + cut, case
         assert measured["sent"] == pytest.approx(sent_bytes_per_step(settings, config.zero.stage), rel=0.005), case
-        assert measured["on_disk"] == pytest.approx(checkpoint_bytes(settings, config.zero.stage), rel=0.01), case
+        assert measured["on_disk"] == pytest.approx(checkpoint_bytes(config, config.zero.stage), rel=0.01), case
         if world_size > 1 and config.zero.stage == 3 and "zero" not in case:
             assert measured["gathered"] == pytest.approx(settings.most_live, rel=0.01)

@@ -32,7 +32,7 @@ from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.train.conversion import STAGES_ALIKE, convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
-from lex_pretrain.train.room import estimate_bytes, lack_of_room
+from lex_pretrain.train.room import checkpoint_bytes, lack_of_room
 from lex_pretrain.train.state import TrainState, sample_ranges
 
 DEEPSPEED_TAG = "deepspeed"
@@ -66,7 +66,7 @@ class Checkpoints:
         lacking = None
         if self.ranks.rank == 0:
             sizes = [_listed_bytes(folder) for folder in sorted(self.folder.glob("step-*"))]
-            num_bytes = sizes[-1] if sizes else estimate_bytes(self.config)
+            num_bytes = sizes[-1] if sizes else checkpoint_bytes(self.config, self.config.zero.stage)
             lacking = lack_of_room(self.folder, num_bytes)
         if lacking := gather_lists([lacking], self.ranks)[0]:
             raise SharedJobError(lacking)

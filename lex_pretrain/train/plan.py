@@ -15,6 +15,7 @@ from lex_pretrain.model.activations import activation_bytes
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.train.deepspeed_config import micro_batch_size
 from lex_pretrain.train.memory import Placement, Settings, state_bytes
+from lex_pretrain.train.room import checkpoint_bytes
 
 # Every placement, from the cheapest to run to the dearest as long as messages cost the same.
 PLACEMENTS = (
@@ -112,7 +113,7 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
                 peak_bytes=peak,
                 host_bytes=states.host,
                 sent_bytes_per_step=sent_bytes_per_step(settings, placement.stage),
-                checkpoint_bytes=checkpoint_bytes(settings, placement.stage),
+                checkpoint_bytes=checkpoint_bytes(config, placement.stage),
                 is_configured=placement == configured,
                 fits=None if gpu_memory is None else peak <= USABLE_SHARE * gpu_memory,
             )
@@ -181,20 +182,6 @@ def sent_bytes_per_step(settings: Settings, stage: int) -> int:
             gathered = settings.weight_bytes * (2 * (number - settings.persistent) - kept)
             messages = (gathered + gradients) * micro_steps
     return messages * (settings.world_size - 1) // settings.world_size
-
-
-def checkpoint_bytes(settings: Settings, stage: int) -> int:
-    """Bytes of one checkpoint on disk: DeepSpeed's files, and `model.safetensors` with the weights of forward passes.
-
-    DeepSpeed saves float32 weights and two moments, and below stage 3 the weights of forward passes too. Padding,
-    names and the tokenizer are left out.
-    """
-    moments, element = 8, settings.weight_bytes
-    if stage == 0:
-        states = moments if element == 4 else moments + 4
-        return settings.num_parameters * (states + 2 * element)
-    forward_copies = 1 if stage == 3 else 2
-    return settings.num_parameters * (4 + moments + forward_copies * element)
 
 
 def _configured(config: Config) -> Placement:

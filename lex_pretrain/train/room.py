@@ -4,20 +4,26 @@ import shutil
 from pathlib import Path
 
 from lex_pretrain.config import Config
+from lex_pretrain.model.activations import BYTES_PER_ELEMENT
 from lex_pretrain.model.parameters import count_parameters
 
-# Float32 weights and two moments of the optimizer.
-_OPTIMIZER_BYTES = 12
-# DeepSpeed's copy of the model's weights, and the consolidated one.
-_COPIES_OF_WEIGHTS = 2
 # A checkpoint of the same run may differ a little in size: names and numbers in its small files.
 _MARGIN_BYTES = 1_000_000
 
 
-def estimate_bytes(config: Config) -> int:
-    """Size of a checkpoint, the largest that any ZeRO stage writes."""
-    width = 4 if config.train.precision == "fp32" else 2
-    return count_parameters(config.model) * (_OPTIMIZER_BYTES + _COPIES_OF_WEIGHTS * width)
+def checkpoint_bytes(config: Config, zero_stage: int) -> int:
+    """Bytes of one checkpoint on disk: DeepSpeed's files, and `model.safetensors` with the weights of forward passes.
+
+    DeepSpeed saves float32 weights and two moments, and below stage 3 the weights of forward passes too. Padding,
+    names and the tokenizer are left out. ValueError while the vocabulary is open.
+    """
+    num_parameters = count_parameters(config.model)
+    moments, element = 8, BYTES_PER_ELEMENT[config.train.precision]
+    if zero_stage == 0:
+        states = moments if element == 4 else moments + 4
+        return num_parameters * (states + 2 * element)
+    forward_copies = 1 if zero_stage == 3 else 2
+    return num_parameters * (4 + moments + forward_copies * element)
 
 
 def lack_of_room(folder: Path, num_bytes: int) -> str | None:
