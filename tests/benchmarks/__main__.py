@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, evaluate, loader, model, prepare
+from tests.benchmarks import attention, evaluate, loader, model, prepare, train
 
 if __name__ == "__main__":
     benchmarks: dict[str, Callable[[], list[str]]] = {
@@ -14,6 +14,7 @@ if __name__ == "__main__":
         "loader": loader.run,
         "attention": attention.run,
         "model": model.run,
+        "train": train.run,
         "evaluate": evaluate.run,
     }
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)

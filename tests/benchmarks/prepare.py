@@ -91,6 +91,12 @@ def _python_corpus(folder: Path) -> Path:
     return file
 
 
+def train_on_python(folder: Path) -> bytes:
+    """A tokenizer trained on Python's own sources."""
+    texts = [json.loads(line)["text"] for line in _python_corpus(folder).read_text(encoding="utf-8").splitlines()]
+    return train_tokenizer(_sample(texts), VOCAB_SIZE)
+
+
 def _train_suffix_model(sample: list[str]) -> bytes:
     """A model that writes a space after its word, which leaves only the plain way of encoding."""
     from sentencepiece import SentencePieceTrainer
