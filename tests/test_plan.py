@@ -263,8 +263,8 @@ def test_raw_deepspeed_settings_count() -> None:
     assert offloaded.host_bytes == pytest.approx(plain.weights_bytes, rel=0.001)
     small = configured(f"{raw}.reduce_bucket_size=1000", f"{raw}.stage3_max_live_parameters=5000")
     assert small.buffers_bytes == 2 * (1000 + 5000)
-    wide = configured("deepspeed.communication_data_type=fp32")
-    assert wide.sent_bytes_per_step > plain.sent_bytes_per_step
+    narrow = configured("deepspeed.communication_data_type=bf16")
+    assert narrow.sent_bytes_per_step < plain.sent_bytes_per_step
     bf16_sums = configured("deepspeed.data_types.grad_accum_dtype=bf16")
     assert bf16_sums.gradients_bytes == plain.gradients_bytes // 2
     with pytest.raises(RequestError, match=r"deepspeed\.communication_data_type int8 is unknown"):
@@ -283,7 +283,8 @@ def test_the_command_names_the_cheapest_placement_that_fits(program: Program) ->
     fitting = [row.name for row in plan.placements if row.fits]
     assert fitting == ["2", "3", "2 offload", "3 offload", "3 offload all"]
     assert plan.cheapest_that_fits is not None
-    assert plan.placements[plan.cheapest_that_fits].name == "2"
+    # With so many micro batches stage 2 sends its float32 gradients more often than stage 3 gathers its bf16 weights.
+    assert plan.placements[plan.cheapest_that_fits].name == "3"
     none = run_plan(program, "--config", run, "--gpu-memory", "4")
     assert none.cheapest_that_fits is None
     table = program("plan", "--config", run, "--world-size", "64", "--gpu-memory", "79", "train.precision=fp32")

@@ -71,6 +71,7 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
         derived["bf16"] = {"enabled": True}
         # Micro batches and ranks are summed in float32, so that their number does not change the result.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
+        derived["communication_data_type"] = "fp32"
     elif config.train.precision == "fp16":
         derived["fp16"] = {"enabled": True}
     faults = [
