@@ -161,6 +161,7 @@ def test_a_loss_that_is_not_finite_spoils_all_its_gradients_and_no_other_changes
     assert watch.take().isfinite()
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_to_go_back_to_the_run_ends(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(train={"max_bad_steps": 2})
     done = spoiled("0:0-99", config, tmp_path / "run.yaml", num_processes=1)
