@@ -1,24 +1,38 @@
-"""torchrun with the exit code of the first process that failed, where torchrun itself ends every failure with 1."""
+"""torchrun with the exit code of the first process that failed, where torchrun itself ends every failure with 1.
 
+A stop signal is passed on to the processes, which save, where torchrun itself would end them after half a minute. In a
+container, where this is the first process, the signal comes here alone.
+"""
+
+import contextlib
 import logging
+import signal
 import sys
 import tempfile
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+import psutil
 
+from launch.rank import PASSED_ON_SIGNALS
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, logger
 
 
 def run() -> int:
     """Run torchrun on this process's arguments and return the job's exit code."""
+    # Before the import of torch, which takes seconds in which a signal would be lost.
+    for number in PASSED_ON_SIGNALS:
+        signal.signal(number, _pass_on)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
     # Its own report of a failure would repeat, in 30 lines, what the failed process has said.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         # Else it leaves a folder of empty logs behind in the system's temporary folder at every start.
         with tempfile.TemporaryDirectory(prefix="lex-pretrain-") as folder:
-            main(["--log-dir", folder, *sys.argv[1:]])
+            # Those that are left to torchrun end the processes at once.
+            main(["--log-dir", folder, "--signals-to-handle", "SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         configure_logging(debug=False)
@@ -29,6 +43,17 @@ def run() -> int:
             logger.error("error: rank %d (process %d) ended with %d", rank, failure.pid, failure.exitcode)
         return failure.exitcode
     return 0
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Tell the processes to stop; where none has been started there is nothing to save."""
+    processes = psutil.Process().children()
+    if not processes:
+        raise SystemExit(StoppedError.exit_code)
+    for process in processes:
+        # Not SIGINT, which a terminal gives them too, and the second of which ends them without saving.
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":
