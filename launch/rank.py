@@ -20,6 +20,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Literal
 
+from launch.memory_kills import count_memory_kills, kernel_message
 from lex_pretrain.files import write_json
 from lex_pretrain.ranks import die_with_parent, find_ranks
 
@@ -81,6 +82,7 @@ def run(task: RankTask) -> int:
     last_lines: deque[str] = deque(maxlen=LAST_LINES)
     tag = f"[{ranks.rank} {socket.gethostname()}] ".encode() if task.show == "all" else b""
     shown = task.show == "all" or ranks.rank == 0
+    kills_before = count_memory_kills()
     with log_file.open("ab", buffering=0) as log:
         log.write(f"$ {task.module} {shlex.join(task.arguments)}  # on {socket.gethostname()}\n".encode())
         process = subprocess.Popen(
@@ -115,7 +117,7 @@ def run(task: RankTask) -> int:
         exit_code=code,
         seconds_since_epoch=time.time(),
         last_lines=list(last_lines),
-        kernel_message=_kernel_message(process.pid) if code == -signal.SIGKILL else "",
+        kernel_message=kernel_message(process.pid, kills_before) if code == -signal.SIGKILL else "",
         log_file=str(log_file),
     )
     if code != 0:
@@ -144,15 +146,6 @@ def _copy(
             with contextlib.suppress(OSError, ValueError):
                 shown.write(tag + line)
                 shown.flush()
-
-
-def _kernel_message(pid: int) -> str:
-    """What the kernel says about killing a process for want of memory; empty where it says nothing to us."""
-    try:
-        messages = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return next((line for line in reversed(messages.splitlines()) if f"Killed process {pid} " in line), "")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from types import FrameType
 
 import psutil
 
+from launch.memory_kills import count_memory_kills, kernel_message
 from launch.rank import PASSED_ON_SIGNALS
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, logger
@@ -28,6 +29,7 @@ def run() -> int:
 
     # Its own report of a failure would repeat, in 30 lines, what the failed process has said.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    kills_before = count_memory_kills()
     try:
         # Else it leaves a folder of empty logs behind in the system's temporary folder at every start.
         with tempfile.TemporaryDirectory(prefix="lex-pretrain-") as folder:
@@ -38,6 +40,8 @@ def run() -> int:
         configure_logging(debug=False)
         if failure.exitcode < 0:
             logger.error("error: rank %d (process %d) was ended by %s", rank, failure.pid, failure.signal_name())
+            if failure.exitcode == -signal.SIGKILL and (said := kernel_message(failure.pid, kills_before)):
+                logger.error("the kernel killed it for want of memory: %s", said)
             return 128 - failure.exitcode
         if failure.exitcode not in (RequestError.exit_code, StoppedError.exit_code):
             logger.error("error: rank %d (process %d) ended with %d", rank, failure.pid, failure.exitcode)

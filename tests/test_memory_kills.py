@@ -1,0 +1,106 @@
+"""A process that the kernel ends for want of memory is told from one that somebody killed, by having it done."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.attempt import Outcome
+from launch.memory_kills import count_memory_kills, kernel_message
+from launch.rank import RankTask, read_failures
+from launch.supervise import describe
+
+LIMIT_BYTES = 400 * 2**20
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of little memory; a process joins by writing its number into `cgroup.procs`."""
+    version_1 = CONTROL_GROUPS / "memory"
+    folder = (version_1 if version_1.is_dir() else CONTROL_GROUPS) / f"lex-pretrain-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        limit = "memory.limit_in_bytes" if version_1.is_dir() else "memory.max"
+        (folder / limit).write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"SKIPPED OUT-OF-MEMORY TESTS: they need root and a control group for memory: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.fixture
+def hungry(tmp_path: Path) -> Path:
+    """A folder with a module that takes memory until it is stopped."""
+    (tmp_path / "hungry.py").write_text("taken = []\nwhile True:\n    taken.append(b'x' * 2**20)\n")
+    return tmp_path
+
+
+def run_in(group: Path, words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_rank_on_a_host_says_so_in_its_note(small_group: Path, hungry: Path) -> None:
+    task = RankTask("job.0", str(hungry), "logs", "first", {}, [], module="hungry")
+    done = run_in(small_group, ["-m", "launch.rank", task.encode()], hungry)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    failures = read_failures(hungry / "logs")
+    said = describe(Outcome(failures[0].job_exit_code, failures))
+    assert "was ended by SIGKILL" in said
+    assert "killed it for want of memory" in said
+
+
+def test_torchrun_says_so_on_this_host(small_group: Path, hungry: Path) -> None:
+    words = ["-m", "launch.torchrun", "--standalone", "--nproc-per-node", "1", "--module", "hungry"]
+    done = run_in(small_group, words, hungry)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "was ended by SIGKILL" in done.stderr
+    assert "the kernel killed it for want of memory" in done.stderr
+
+
+def test_a_process_that_somebody_killed_is_not_said_to_lack_memory() -> None:
+    before = count_memory_kills()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert kernel_message(process.pid, before) == ""
+
+
+@pytest.mark.parametrize(
+    ("log", "kills", "said"),
+    [
+        (
+            # As the kernel wrote it for such a process.
+            "[ 4885.779510] Memory cgroup out of memory: Killed process 26916 (python3) total-vm:163068kB, "
+            "anon-rss:153044kB, file-rss:6616kB, shmem-rss:0kB, UID:0 pgtables:356kB oom_score_adj:0",
+            (0, 1),
+            "Killed process 26916 (python3)",
+        ),
+        ("[ 1.0] Memory cgroup out of memory: Killed process 2691 (other)", (0, 1), "one more process"),
+        ("dmesg: read kernel buffer failed: Operation not permitted", (None, None), ""),
+    ],
+    ids=["in the log", "only counted", "neither"],
+)
+def test_the_log_is_quoted_where_it_names_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: str, kills: tuple[int | None, int | None], said: str
+) -> None:
+    program = tmp_path / "dmesg"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{log}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("launch.memory_kills.count_memory_kills", lambda: kills[1])
+    message = kernel_message(26916, kills[0])
+    assert said in message
+    assert bool(message) == bool(said)
