@@ -127,7 +127,7 @@ def openmpi_command(task: RankTask, slots: Mapping[str, int]) -> Command:
     """Open MPI's mpirun, through ssh."""
     arguments = (
         *("mpirun", "--host", _hosts_with_slots(slots), "-np", str(sum(slots.values()))),
-        *("-x", JOB_VARIABLE, "-x", "PYTHONPATH"),
+        *("-x", JOB_VARIABLE, *(("-x", "PYTHONPATH") if "PYTHONPATH" in os.environ else ())),
         *(sys.executable, "-m", "launch.rank", task.encode()),
     )
     return Command(arguments, {JOB_VARIABLE: task.job})

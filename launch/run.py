@@ -44,7 +44,10 @@ PROGRAMS: Mapping[Launcher, tuple[str, str]] = {
     "deepspeed": ("pdsh", "install pdsh, for example with apt-get install pdsh"),
     "torchrun": ("ssh", "install openssh-client"),
     "mpich": ("mpiexec", "pip install mpich"),
-    "openmpi": ("mpirun", "install Open MPI, for example with apt-get install openmpi-bin"),
+    "openmpi": (
+        "mpirun",
+        "install Open MPI, for example with apt-get install openmpi-bin, and put its folder into PATH",
+    ),
     "slurm": ("srun", "run this inside a Slurm allocation; launch/slurm.sbatch shows how"),
 }
 
@@ -209,11 +212,22 @@ def _check_installed(options: LaunchOptions, slots: dict[str, int] | None) -> No
     if shutil.which(program) is None:
         raise RequestError(f"--launcher {options.launcher} needs {program}, which is not installed here: {way_out}")
     if options.launcher in ("mpich", "openmpi"):
-        version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-        if ("Open MPI" in version) != (options.launcher == "openmpi"):
-            raise RequestError(
-                f"--launcher {options.launcher}: {shutil.which(program)} belongs to another MPI; {way_out}"
-            )
+        os.environ["PATH"] = _path_to_mpi(program, is_open_mpi=options.launcher == "openmpi")
+
+
+def _path_to_mpi(program: str, is_open_mpi: bool) -> str:
+    """PATH with the folder of the right MPI first: two of them may be installed, with programs of the same name."""
+    path = os.environ["PATH"]
+    others = []
+    for folder in path.split(os.pathsep):
+        if (found := shutil.which(program, path=folder)) is None:
+            continue
+        version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+        if ("Open MPI" in version) == is_open_mpi:
+            return f"{folder}{os.pathsep}{path}"
+        others.append(found)
+    launcher: Launcher = "openmpi" if is_open_mpi else "mpich"
+    raise RequestError(f"--launcher {launcher}: {', '.join(others)} belongs to another MPI; {PROGRAMS[launcher][1]}")
 
 
 def _show(job: _Job) -> None:

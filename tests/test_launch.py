@@ -94,8 +94,9 @@ def test_arguments_reach_the_processes_unchanged() -> None:
         assert RankTask.decode(encoded) == task
 
 
-def test_multi_host_commands() -> None:
+def test_multi_host_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact words that each launcher documents for this job."""
+    monkeypatch.setenv("PYTHONPATH", "/here")
     task = RankTask("job.0", "/here", "logs", "first", {}, ["train"])
     slots, encoded = {"a": 1, "b": 2}, task.encode()
     mpich = mpich_command(task, slots, {"GLOO_SOCKET_IFNAME": "eth1"}).arguments
