@@ -19,6 +19,8 @@ from tests.multinode.conftest import Hosts
 pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 
 LAUNCH = [sys.executable, "-m", "lex_pretrain", "launch"]
+# In the command of a process that trains, and in no launcher's.
+TRAINING = "-m lex_pretrain train"
 
 
 class Job:
@@ -39,6 +41,13 @@ class Job:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+    def wait_for_event(self, name: str, count: int) -> None:
+        deadline = time.monotonic() + 150
+        while len(self.events(name)) < count:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
     def launch_process(self) -> psutil.Process:
         """`launch` itself, below the command that enters the host."""
@@ -83,7 +92,7 @@ def test_a_killed_rank_is_named_with_its_host_and_the_job_goes_on(
     config = tiny_config(train={"num_steps": 60}, checkpoint={"every_steps": 5})
     job = Job(hosts, config, tmp_path, ["--launcher", "torchrun", "--max-restarts", "2"], (0, 1))
     job.wait_for_step(12)
-    victims = hosts.hosts[1].processes("-m lex_pretrain train")
+    victims = hosts.hosts[1].processes(TRAINING)
     assert len(victims) == 1
     victims[0].kill()
     code, stderr = job.end()
@@ -130,3 +139,31 @@ def test_a_host_that_is_cut_off_is_left_out_and_the_same_samples_are_trained_on(
         assert_nothing_left(hosts, seconds=40)
     finally:
         hosts.hosts[1].plug_in()
+
+
+def test_a_host_that_is_back_takes_part_at_the_next_restart(
+    hosts: Hosts, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Lost, and the job goes on without it; back, and the next failure of the job takes it in again."""
+    config = tiny_config(train={"num_steps": 400}, checkpoint={"every_steps": 5})
+    options = ["--launcher", "torchrun", "--max-restarts", "3", "--min-hosts", "1", "--host-timeout", "5"]
+    job = Job(hosts, config, tmp_path, options, (0, 1))
+    job.wait_for_step(6)
+    hosts.hosts[1].cut_off()
+    try:
+        job.wait_for_event("resumed", 1)
+    finally:
+        hosts.hosts[1].plug_in()
+    # Without a new checkpoint, a restart would count as fruitless.
+    job.wait_for_step(job.events("resumed")[0]["step"] + 6)
+    (victim,) = hosts.hosts[0].processes(TRAINING)
+    victim.kill()
+    job.wait_for_event("resumed", 2)
+    assert len(hosts.hosts[0].processes(TRAINING)) == len(hosts.hosts[1].processes(TRAINING)) == 1
+    job.launch_process().send_signal(signal.SIGINT)
+    code, stderr = job.end()
+    assert code == 75, stderr
+    assert "going on with node1; no answer from node2" in stderr
+    steps = read_steps(job.metrics)
+    assert [step["samples"] for step in steps] == [8 * number for number in range(1, len(steps) + 1)]
+    assert_nothing_left(hosts)
