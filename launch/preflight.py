@@ -19,6 +19,7 @@ from launch.probe import Facts, Question
 from launch.ssh import remote_python, ssh_command
 from lex_pretrain.config import Config
 from lex_pretrain.progress import console
+from lex_pretrain.train.room import checkpoint_bytes
 
 SECONDS_TO_ANSWER = 30.0
 # Each host tries the first one and this many after it in the list: all of them in small jobs, a ring in large ones.
@@ -28,8 +29,6 @@ LEAST_SHARED_MEMORY_BYTES = 2**30
 LEAST_OPEN_FILES = 1024
 # Memory that a driver and a display take; more than this belongs to another job.
 IDLE_GPU_SHARE = 0.05
-# Weights and their float32 copy, two moments, and the consolidated weights.
-CHECKPOINT_BYTES_PER_PARAMETER = 18
 
 
 @dataclass(frozen=True)
@@ -158,11 +157,10 @@ def host_faults(host: str, facts: Facts, slots: int, config: Config | None) -> l
 
 
 def checkpoint_room_bytes(config: Config) -> int:
-    """Room for the checkpoints that are kept and the one being written, from the layers' and embedding's weights."""
-    model = config.model
-    layer = 4 * model.hidden_size**2 + 2 * model.hidden_size * model.resolved_feed_forward_size
-    num_parameters = model.num_layers * layer + (model.vocab_size or 0) * model.hidden_size
-    return num_parameters * CHECKPOINT_BYTES_PER_PARAMETER * (config.checkpoint.keep_last + 1)
+    """Room for the checkpoints that are kept and the one being written; embeddings count where the config has them."""
+    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or 1})
+    known = config.model_copy(update={"model": model})
+    return checkpoint_bytes(known, config.zero.stage) * (config.checkpoint.keep_last + 1)
 
 
 def _gib(num_bytes: float) -> str:
