@@ -1,0 +1,93 @@
+"""The decoder inside DeepSpeed's engine computes what it computes alone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
+from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.monitor.metrics import read_steps
+from tests.conftest import Program
+from tests.partitioned import MODES
+
+ROOT = Path(__file__).parent.parent
+
+
+LEARNED: dict[str, object] = {
+    **{"position": "learned", "sequence_length": 64, "block_size": 16, "window_size": 32},
+    **{"tie_embeddings": False, "num_key_value_heads": 1, "activation": "swiglu", "sub_layer_norm": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, LEARNED], ids=["xpos", "learned"])
+def test_weights_partitioned_over_two_processes_give_the_logits_of_whole_ones(
+    tiny_config: Callable[..., Config], tmp_path: Path, model: dict[str, object]
+) -> None:
+    """ZeRO-3 with no parameter small enough to stay whole, at lengths past block and window."""
+    config = tiny_config(
+        model={"vocab_size": 100, **model},
+        zero={"stage": 3},
+        deepspeed={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    )
+    save_config(config, tmp_path / "config.yaml")
+    found = run_two_processes(tmp_path / "config.yaml", tmp_path / "found.pt")
+    assert found["whole_here"] == []
+    alone = Decoder(config.model)
+    assert set(found["weights"]) == {name for name, _ in alone.named_parameters()}
+    alone.load_state_dict(found["weights"], strict=False)
+    tokens = torch.arange(80).reshape(2, 40)
+    for mode in MODES:
+        with torch.no_grad():
+            logits = alone(tokens[:, :-1], mode)
+        assert torch.equal(found[mode]["logits"], logits), mode
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        assert found[mode]["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert not torch.equal(found["causal"]["logits"], found["blockwise"]["logits"])
+
+
+def run_two_processes(config: Path, output: Path) -> dict[str, Any]:
+    """What `partitioned.py` saves."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.partitioned", str(config), str(output)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(torch.load(output))
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_as_plain_ones(
+    tiny_config: Callable[..., Config], program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine of ZeRO 1; the compiler's own folder tells that it has made kernels."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    losses = {}
+    for compiled in (False, True):
+        config = tiny_config(
+            run={"output_dir": str(tmp_path / f"compiled-{compiled}")},
+            model={"num_layers": 1},
+            train={"compile_layers": compiled},
+            zero={"stage": 1},
+        )
+        save_config(config, tmp_path / "config.yaml")
+        done = program("train", "--config", tmp_path / "config.yaml", timeout_seconds=1200)
+        assert done.returncode == 0, done.stderr
+        assert bool(list(tmp_path.glob("kernels/**/*.so"))) == compiled
+        losses[compiled] = [step["loss"] for step in read_steps(Path(config.run.output_dir) / "metrics.jsonl")]
+    assert len(losses[False]) == 6
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+    assert losses[True][-1] < losses[True][0]
