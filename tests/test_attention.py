@@ -12,7 +12,7 @@ from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.cache import LayerCache
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.positions import AlibiPositions, RotaryPositions, XPosPositions, make_positions, rotate
+from lex_pretrain.model.positions import AlibiPositions, RotaryPositions, XPosPositions, make_positions
 from tests import references
 
 CPU = torch.device("cpu")
@@ -69,21 +69,44 @@ def test_attention_and_its_gradients_are_their_definition(
         xpos_scale_base=scale_base,
     )
     torch.manual_seed(seed)
-    q = torch.randn(num_tokens, num_heads, 8, requires_grad=True)
-    k, v = (torch.randn(num_tokens, config.resolved_num_key_value_heads, 8, requires_grad=True) for _ in range(2))
     documents = None if mode == "sinks" else sorted(torch.randint(num_documents, (num_tokens,)).tolist())
+    check_attention_and_its_gradients(config, mode, num_tokens, documents)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("separate_documents", [False, True])
+def test_gradients_of_every_path_with_grouped_heads(scheme: str, mode: AttentionMode, separate_documents: bool) -> None:
+    """Every combination for certain: several blocks, the last one broken off, and documents across their edges."""
+    if separate_documents and mode == "sinks":
+        pytest.skip("sinks have no meaning for several documents")
+    config = model_section(
+        **{"position": scheme, "hidden_size": 32, "num_heads": 4, "num_key_value_heads": 2},
+        **{"block_size": 6, "window_size": 6, "num_sinks": 2},
+    )
+    torch.manual_seed(0)
+    documents = [0] * 5 + [1] * 9 + [2] * 6 if separate_documents else None
+    check_attention_and_its_gradients(config, mode, 20, documents)
+
+
+def check_attention_and_its_gradients(
+    config: ModelSection, mode: AttentionMode, num_tokens: int, documents: list[int] | None
+) -> None:
+    """Against the definition in float64, of random vectors with heads of size 8 and with block = window."""
+    q = torch.randn(num_tokens, config.num_heads, 8, requires_grad=True)
+    k, v = (torch.randn(num_tokens, config.resolved_num_key_value_heads, 8, requires_grad=True) for _ in range(2))
     numbers = None if documents is None else torch.tensor([documents])
     attend = make_attention(mode, config, make_positions(config), 0, num_tokens, numbers)
     found = attend(q[None], k[None], v[None], None, 0.0)[0]
     expected = references.attention(
-        scheme,
+        config.position,
         mode,
         q,
         k,
         v,
-        size=size,
+        size=config.resolved_block_size,
         gamma=config.xpos_gamma,
-        base=scale_base,
+        base=config.resolved_xpos_scale_base,
         num_sinks=config.num_sinks,
         documents=documents,
     )
@@ -192,8 +215,8 @@ def test_rope_scores_do_not_depend_on_where_the_pair_stands(offset: int) -> None
     q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1, 64)
 
     def scores(start: int) -> torch.Tensor:
-        factors = [positions.rotation(start, 4, role, CPU) for role in ("query", "key")]
-        turned = [rotate(x, factor, torch.float32)[0, :, 0] for x, factor in zip((q, k), factors, strict=True)]
+        tables = [positions.coordinates(start, 4, role, CPU) for role in ("query", "key")]
+        turned = [positions.place(x, table, torch.float32)[0, :, 0] for x, table in zip((q, k), tables, strict=True)]
         return turned[0] @ turned[1].T
 
     # 1e-6 of the lengths of the two vectors, which is what float32 leaves of any product of them.
@@ -221,7 +244,7 @@ def test_tables_match_float64_at_a_million_and_casts_do_not_reach_them() -> None
     positions = XPosPositions(head_size=64, theta=10000.0, gamma=0.4, scale_base=512.0)
     assert list(positions.parameters()) == []
     assert list(positions.buffers()) == []
-    table = positions.bfloat16().rotation(1_048_570, 6, "query", CPU)[:, 0]
+    table = positions.bfloat16().coordinates(1_048_570, 6, "query", CPU)[:, 0]
     for row, position in enumerate(range(1_048_570, 1_048_576)):
         for i in (0, 7, 31):
             angle = position * 10000.0 ** (-2 * i / 64)
@@ -256,9 +279,33 @@ def test_runs_of_queries_join_exactly() -> None:
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_heads", [3, 12])
+def test_alibi_is_exact_in_runs_of_queries_far_from_the_first_key(num_heads: int) -> None:
+    """Its products of positions are rounded, so queries are taken in runs whose centre is near; 12 heads have the
+    steepest slope, 2^-0.5, and no power of two among the last four."""
+    config = model_section(position="alibi", hidden_size=8 * num_heads, num_heads=num_heads, num_key_value_heads=1)
+    num_seen, num_tokens = 10_000, 1100
+    torch.manual_seed(0)
+    q = torch.randn(1, num_tokens, num_heads, 8)
+    k, v = (torch.randn(1, num_seen + num_tokens, 1, 8) for _ in range(2))
+    cache = LayerCache()
+    cache.extend(k[:, :num_seen], v[:, :num_seen], num_kept=num_seen)
+    attend = make_attention("causal", config, make_positions(config), num_seen, num_tokens)
+    found = attend(q, k[:, num_seen:], v[:, num_seen:], cache, 0.0)[0]
+    for query in (0, 511, 512, 1023, 1024, 1099):
+        last = num_seen + query
+        for head in range(num_heads):
+            keys, distances = k[0, : last + 1, 0], list(range(last, -1, -1))
+            scores = references.scores(
+                "alibi", q[0, query, head], keys, distances, head=head, num_heads=num_heads, gamma=0.4, base=1.0
+            )
+            expected = scores.softmax(dim=0) @ v[0, : last + 1, 0].double()
+            torch.testing.assert_close(found[query, head].double(), expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 20])
 def test_alibi_slopes_for_any_number_of_heads(num_heads: int) -> None:
-    slopes = AlibiPositions(num_heads).slopes(CPU).tolist()
+    slopes = AlibiPositions(num_heads, 8).slopes(CPU).tolist()
     assert slopes == pytest.approx([references.alibi_slope(head, num_heads) for head in range(num_heads)])
 
 
@@ -324,10 +371,24 @@ def test_scaled_rope_angles_are_those_of_their_papers() -> None:
 
 def test_yarn_sharpens_scores_by_the_factor_of_its_paper() -> None:
     config = model_section(position="rope", rope_scaling="yarn", rope_scaling_factor=8.0)
-    factors = make_positions(config).rotation(0, 3, "query", CPU)
+    factors = make_positions(config).coordinates(0, 3, "query", CPU)
     assert factors is not None
     # The paper divides scores by t with sqrt(1/t) = 0.1 ln(s) + 1; half of it falls to queries, half to keys.
     torch.testing.assert_close(factors.abs(), torch.full_like(factors.abs(), 0.1 * math.log(8.0) + 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_yarn_sharpens_all_scores_alike(mode: AttentionMode) -> None:
+    """Those of sinks too: as if queries were longer by the square of the factor."""
+    config = model_section(position="rope", rope_scaling="yarn", rope_scaling_factor=8.0)
+    sharp, plain = make_positions(config), make_positions(config)
+    plain.magnitude = 1.0  # type: ignore[assignment]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 30, 3, 8) for _ in range(3))
+    longer = q * (0.1 * math.log(8.0) + 1) ** 2
+    found = make_attention(mode, config, sharp, 0, 30)(q, k, v, None, 0.0)
+    expected = make_attention(mode, config, plain, 0, 30)(longer, k, v, None, 0.0)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_shared_decay_is_one_number_and_the_mean_of_the_others() -> None:

@@ -145,6 +145,11 @@ def test_token_ids_out_of_range_are_named(wrong: int) -> None:
         Decoder(model_section())(torch.tensor([[0, wrong]]))
 
 
+def test_a_pass_over_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokens to read: a document begins with"):
+        Decoder(model_section())(torch.zeros(1, 0, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,4 +1,4 @@
-"""What the documents show exists: every option of a shown command, every file and folder named."""
+"""What the documents show exists: every option of a shown command, every file, folder and test named."""
 
 import re
 import shlex
@@ -60,3 +60,10 @@ def test_named_files_exist(document: Path) -> None:
             assert (document.parent / link).exists(), link
     for path in re.findall(r"`((?:lex_pretrain|launch|configs|data_prep|tests|docs)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_named_tests_exist(document: Path) -> None:
+    written = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", document.read_text()):
+        assert f"def {name}(" in written, name

@@ -407,3 +407,19 @@ def test_a_checkpoint_of_another_architecture_is_refused(checkpoint: Path) -> No
     (checkpoint / "config.yaml").write_text(config.replace("hidden_size: 32", "hidden_size: 64"))
     with pytest.raises(RequestError, match="does not fit the architecture"):
         load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused_by_their_names(checkpoint: Path) -> None:
+    config = (checkpoint / "config.yaml").read_text()
+    (checkpoint / "config.yaml").write_text(config.replace("position: xpos", "position: learned"))
+    with pytest.raises(RequestError, match=r"(?s)model\.safetensors does not fit .*positions\.table\.weight"):
+        load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype)
+
+
+@pytest.mark.parametrize("name", ["step-foo", "step-", "step-²"])
+def test_a_checkpoint_that_tells_no_step_is_refused(checkpoint: Path, name: str) -> None:
+    renamed = checkpoint.rename(checkpoint.parent / name)
+    with pytest.raises(RequestError, match=r"named after its step, such as step-00000100, .* Give it the name it had"):
+        load_decoder(renamed, torch.device("cpu"), evaluation_dtype)
+    elsewhere = renamed.rename(checkpoint.parent / "mine")
+    assert load_decoder(elsewhere, torch.device("cpu"), evaluation_dtype).step == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lex_pretrain.config import AttentionMode
-from lex_pretrain.generation import Sampling, generate_tokens, stop_before, stream_text
+from lex_pretrain.generation import Generator, Sampling, generate_tokens, stop_before, stream_text
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.tokenizer import Tokenizer
 from tests.test_attention import MODES, model_section
@@ -41,6 +41,14 @@ def test_prompts_of_a_batch_go_on_as_they_would_alone(attention: AttentionMode) 
     for row, prompt in enumerate(prompts):
         together = [step[row] for step in steps if step[row] is not None]
         assert together == generate(decoder, prompt, 15, attention, Sampling(seed=5 + row))
+
+
+def test_an_empty_prompt_begins_a_document(checkpoint: Path) -> None:
+    generator = Generator(checkpoint, "blockwise")
+    sampling = Sampling(temperature=5)
+    (text,) = generator.complete([""], 10, sampling, [])
+    assert text
+    assert "".join(generator.stream("", 10, sampling, [])) == text
 
 
 def test_same_seed_same_tokens_and_an_end_of_document_ends() -> None:

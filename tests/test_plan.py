@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lex_pretrain.config import Config, ModelSection
 from lex_pretrain.config_io import load_config
 from lex_pretrain.errors import RequestError
-from lex_pretrain.model import attend
+from lex_pretrain.model import attend, positions
 from lex_pretrain.model.activations import activation_bytes
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.parameters import count_parameters, parameter_tensors
@@ -150,15 +150,16 @@ def test_activations_by_formula_are_those_of_gpu_operators(
     assert activation_bytes(config, 3).saved == pytest.approx(found, rel=2e-3)
 
 
-def test_alibi_past_what_layers_share_keeps_a_bias_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a smaller limit of the mask, 256 tokens are taken in runs of 32, as 4,096 are in runs of 256."""
+def test_keys_and_values_of_alibi_are_kept_by_every_run_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With shorter runs, 256 tokens are taken in four, as 4,096 are; on CUDA no run needs a mask."""
     from lex_pretrain.model import activations
 
-    for module in (attend, activations):
-        monkeypatch.setattr(module, "_MAX_MASK_ELEMENTS", 4 * 256 * 32)
-    monkeypatch.setattr(
-        attend, "F", type("Functional", (), {"scaled_dot_product_attention": staticmethod(gpu_attention)})
-    )
+    monkeypatch.setattr(activations, "_ALIBI_RUN_TOKENS", 64)
+    monkeypatch.setattr(positions.AlibiPositions, "max_span_tokens", 64)
+    monkeypatch.setattr(attend.CausalAttend, "_needs_mask", lambda *arguments: False)
+    monkeypatch.setattr(attend, "causal_lower_right", lambda *arguments: None)
+    functional = {"scaled_dot_product_attention": staticmethod(gpu_attention), "pad": staticmethod(F.pad)}
+    monkeypatch.setattr(attend, "F", type("Functional", (), functional))
     config = make_config({"position": "alibi", "sequence_length": 256})
     found = saved_bytes(config, 3, "meta", torch.bfloat16)
     assert activation_bytes(config, 3).saved == pytest.approx(found, rel=2e-3)

@@ -58,7 +58,7 @@ def activation_bytes(config: Config, num_sequences: int) -> ActivationBytes:
         outside += num_tokens * model.hidden_size
     logits = num_tokens * model.vocab_size * element
     logits_gradient = num_tokens * padded_vocab_size(model.vocab_size) * element
-    kept = num_kept * layer + num_recomputed * layer_input + outside + _table_bytes(model, num_kept)
+    kept = num_kept * layer + num_recomputed * layer_input + outside + _table_bytes(model)
     # The last layer that is recomputed finds those after it done with and gone.
     num_done = (model.num_layers - 1) % every if every else 0
     recomputed = max(0, layer - layer_input - num_done * layer) if every else 0
@@ -76,9 +76,8 @@ def _layer_bytes_per_token(config: Config, element: int) -> int:
     # Before attention and feed-forward: the residual stream, the norm's statistics and its output.
     kept = 2 * (2 * width * element + _norm_statistics_bytes(model))
     if model.position == "alibi":
-        # Scores in float32: queries, keys, values and output are, and the output once more in the model's format.
-        kept += (projected + width) * _FP32_BYTES
-        kept += width * element if element != _FP32_BYTES or len(_query_runs(model)) > 1 else 0
+        # The attention's output once more, in the model's format and without the added dimensions.
+        kept += _alibi_bytes_per_token(model) + width * element
     else:
         kept += (projected + width) * element
     if model.position in ("xpos", "rope"):
@@ -102,25 +101,22 @@ def _norm_statistics_bytes(model: ModelSection) -> int:
     return (2 if model.norm == "layernorm" else 1) * _FP32_BYTES
 
 
-# Of `attend.py`: tables that all layers share, and elements of the largest mask.
-_SHARED_TABLES = 4
-_MAX_MASK_ELEMENTS = 2**24
+# Of `positions.py`: queries that ALiBi takes in one call, and the dimensions that it adds to each head.
+_ALIBI_RUN_TOKENS = 1024
+_ALIBI_DIMENSIONS = 4
 
 
-def _query_runs(model: ModelSection) -> list[tuple[int, int]]:
-    """Numbers of queries and of keys of each call in which `CausalAttend` takes one sequence under ALiBi."""
+def _alibi_bytes_per_token(model: ModelSection) -> int:
+    """Queries, keys, values and output in float32, each with the added dimensions; keys and values are kept by every
+    run of queries that sees them."""
     length = model.sequence_length
-    run = max(1, min(length, _MAX_MASK_ELEMENTS // (length * model.num_heads)))
-    return [(min(run, length - first), min(first + run, length)) for first in range(0, length, run)]
+    num_keys = sum(min(first + _ALIBI_RUN_TOKENS, length) for first in range(0, length, _ALIBI_RUN_TOKENS))
+    num_vectors = 2 * model.num_heads + 2 * model.resolved_num_key_value_heads * num_keys / length
+    return int(num_vectors * (model.head_size + _ALIBI_DIMENSIONS) * _FP32_BYTES)
 
 
-def _table_bytes(model: ModelSection, num_kept_layers: int) -> int:
-    """Rotation factors of queries and keys, or ALiBi's bias, which layers share while it is cut into few runs."""
-    length = model.sequence_length
-    if model.position in ("xpos", "rope"):
-        return 2 * length * (model.head_size // 2) * _COMPLEX64_BYTES
-    if model.position != "alibi":
+def _table_bytes(model: ModelSection) -> int:
+    """Rotation factors of queries and keys, which all layers share."""
+    if model.position not in ("xpos", "rope"):
         return 0
-    runs = _query_runs(model)
-    biases = sum(num_queries * num_keys for num_queries, num_keys in runs) * model.num_heads * _FP32_BYTES
-    return biases * (1 if len(runs) <= _SHARED_TABLES else max(1, num_kept_layers))
+    return 2 * model.sequence_length * (model.head_size // 2) * _COMPLEX64_BYTES

@@ -191,8 +191,10 @@ class Decoder(nn.Module):
             yield self.hidden_states(chunk, attention, cache)
 
     def _check_tokens(self, tokens_BT: Tensor) -> None:
-        """On the host only: asking a GPU would wait for it, and ids come from the host."""
-        if tokens_BT.device.type != "cpu" or torch.compiler.is_compiling() or tokens_BT.numel() == 0:
+        """Ids on the host only: asking a GPU would wait for it, and ids come from the host."""
+        if tokens_BT.numel() == 0:
+            raise ValueError("no tokens to read: a document begins with the id that ends the one before it")
+        if tokens_BT.device.type != "cpu" or torch.compiler.is_compiling():
             return
         low, high = int(tokens_BT.min()), int(tokens_BT.max())
         if low < 0 or high >= self.vocab_size:

@@ -51,9 +51,10 @@ def load_decoder(
 ) -> LoadedModel:
     """A decoder in the number format that `dtype_of` chooses for the precision of its training.
 
-    Raises RequestError, naming the file, when something is missing or belongs to another architecture.
+    Raises RequestError, naming the file, when something is missing, belongs to another architecture or tells no step.
     """
     folder = find_checkpoint(run_or_checkpoint)
+    step = _step_of(folder)
     config = _load_config(folder / CONFIG_FILE)
     with torch.device("meta"):
         decoder = Decoder(config.model)
@@ -70,7 +71,7 @@ def load_decoder(
         decoder=decoder.to(dtype_of(config.train.precision)).eval().requires_grad_(False),
         config=config,
         tokenizer_file=folder / TOKENIZER_FILE,
-        step=_step_of(folder),
+        step=step,
         checkpoint_folder=folder,
     )
 
@@ -79,7 +80,15 @@ def _step_of(folder: Path) -> int:
     exported = folder / EXPORTED_CONFIG_FILE
     if exported.is_file():
         return int(read_json(exported)["step"])
-    return int(folder.name.removeprefix("step-")) if folder.name.startswith("step-") else 0
+    if not folder.name.startswith("step-"):
+        return 0
+    number = folder.name.removeprefix("step-")
+    if not (number.isascii() and number.isdecimal()):
+        raise RequestError(
+            f"{folder}: a checkpoint's folder is named after its step, such as step-00000100, and {number!r} is none. "
+            "Give it the name it had, or one that does not begin with step-"
+        )
+    return int(number)
 
 
 def _load_config(path: Path) -> Config:

@@ -1,4 +1,4 @@
-"""Attention alone: what xPos adds, and blockwise against full causal attention and separate pieces."""
+"""Attention alone: what xPos and ALiBi add, and blockwise against full causal attention and separate pieces."""
 
 import torch
 
@@ -35,6 +35,7 @@ def run() -> list[str]:
         seconds = median_seconds(
             {
                 "full": lambda: attend("none", "causal", whole),
+                "full with alibi": lambda: attend("alibi", "causal", whole),
                 "blockwise": lambda: attend("xpos", "blockwise", whole),
                 "pieces": lambda: attend("none", "causal", pieces),
                 "pieces with xpos": lambda: attend("xpos", "causal", pieces),
@@ -43,7 +44,9 @@ def run() -> list[str]:
         )
     faster, longer = seconds["full"] / seconds["blockwise"], seconds["blockwise"] / seconds["pieces"]
     added = seconds["pieces with xpos"] / seconds["pieces"] - 1
+    alibi = seconds["full with alibi"] / seconds["full"]
     return [
+        f"full causal with alibi at {NUM_TOKENS:,}: {alibi:.1f} times the time of full causal without positions",
         f"blockwise at {NUM_TOKENS:,}: {faster:.1f} times as fast as full causal",
         f"blockwise at {NUM_TOKENS:,}: {longer:.2f} times the time of separate pieces",
         f"xpos on pieces of {TRAINING_LENGTH:,}: {added:+.0%} attention time",
