@@ -6,9 +6,11 @@ container, where this is the first process, the signal comes here alone.
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
+import threading
 from types import FrameType
 
 import psutil
@@ -24,6 +26,7 @@ def run() -> int:
     # Before the import of torch, which takes seconds in which a signal would be lost.
     for number in PASSED_ON_SIGNALS:
         signal.signal(number, _pass_on)
+    threading.Thread(target=_end_where_nothing_runs, args=(_signals(),), daemon=True).start()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -47,6 +50,21 @@ def run() -> int:
             logger.error("error: rank %d (process %d) ended with %d", rank, failure.pid, failure.exitcode)
         return failure.exitcode
     return 0
+
+
+def _signals() -> int:
+    """A descriptor that yields the number of each signal, as a byte, as soon as it arrives."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    return reading
+
+
+def _end_where_nothing_runs(signals: int) -> None:
+    """End at a stop signal before any process is started: while torch waits for the other hosts, no handler runs."""
+    while arrived := os.read(signals, 1):
+        if arrived[0] in PASSED_ON_SIGNALS and not psutil.Process().children():
+            os._exit(StoppedError.exit_code)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -191,9 +191,9 @@ def test_a_pod_that_is_evicted_makes_all_save_and_go_on(pods: PodsHere) -> None:
 
 
 def test_a_pod_that_is_evicted_before_it_trains_ends_as_told(pods: PodsHere) -> None:
-    """The first process of a container ignores signals that it does not handle."""
+    """The first process of a container ignores signals that it does not handle; here it waits for pod 0 by then."""
     pods.start(1)
-    time.sleep(2)
+    time.sleep(8)
     pods.pods[1].terminate()
     pods.run_until(lambda: pods.pods[1].poll() is not None, seconds=20)
     assert pods.pods[1].returncode == StoppedError.exit_code

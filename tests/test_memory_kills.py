@@ -14,7 +14,8 @@ from launch.memory_kills import count_memory_kills, kernel_message
 from launch.rank import RankTask, read_failures
 from launch.supervise import describe
 
-LIMIT_BYTES = 400 * 2**20
+# Far more than torchrun itself takes: the kernel ends the largest process, which must be the hungry one.
+LIMIT_BYTES = 2**30
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
