@@ -523,8 +523,8 @@ def _run(debug: bool) -> int:
 def _end(code: int) -> NoReturn:
     """Leave the process with this code; one of several ranks leaves without taking Python apart.
 
-    Threads of torch that still run then need Python and end the process with SIGABRT, seen once in hundreds of runs, so
-    that a job that is done would count as failed. Under MPI its own way out is kept.
+    A rank of a job that was done has once been ended by SIGABRT on its way out, most likely for threads of torch that
+    still needed Python, and the job counted as failed. Under MPI its own way out is kept.
     """
     one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules
     if one_of_several and "mpi4py.MPI" not in sys.modules:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from lex_pretrain.data.shards import TokenDataset
 
-# Shards whose documents' windows stay counted; each costs eight bytes a document.
+# Shards whose documents' windows stay counted; each costs sixteen bytes a document.
 _MAX_COUNTED_SHARDS = 64
 
 
@@ -42,8 +42,8 @@ class DocumentWindows:
     def __init__(self, dataset: TokenDataset, sequence_length: int) -> None:
         self._dataset = dataset
         self._sequence_length = sequence_length
-        self._counted: dict[int, NDArray[np.int64]] = {}
-        totals = [int(self._count(shard).sum()) for shard in range(len(dataset.shards))]
+        self._counted: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        totals = [int(self._count(dataset.document_starts(i), i).sum()) for i in range(len(dataset.shards))]
         self._shard_ends = np.cumsum([0, *totals], dtype=np.int64)
         self.num_windows = int(self._shard_ends[-1])
 
@@ -52,25 +52,24 @@ class DocumentWindows:
         shards = np.searchsorted(self._shard_ends, numbers, side="right") - 1
         for shard in np.unique(shards).tolist():
             in_shard = shards == shard
-            ends = self._ends(shard)
+            first_tokens, ends = self._documents(shard)
             within = numbers[in_shard] - self._shard_ends[shard]
             documents = np.searchsorted(ends, within, side="right")
             before = np.where(documents > 0, ends[documents - 1], 0)
-            first_tokens = self._dataset.document_starts(shard)[documents]
-            starts[in_shard] = first_tokens + (within - before) * self._sequence_length
+            starts[in_shard] = first_tokens[documents] + (within - before) * self._sequence_length
         return starts
 
-    def _count(self, shard: int) -> NDArray[np.int64]:
-        """Windows of each document of a shard."""
-        starts = self._dataset.document_starts(shard)
+    def _count(self, starts: NDArray[np.int64], shard: int) -> NDArray[np.int64]:
+        """Windows of each document of a shard, whose first tokens are `starts`."""
         lengths = np.diff(np.append(starts, self._dataset.shard_start(shard + 1)))
         counts: NDArray[np.int64] = np.maximum(lengths - 1, 0) // self._sequence_length
         return counts
 
-    def _ends(self, shard: int) -> NDArray[np.int64]:
-        """For each document of a shard, the number of windows up to its end."""
+    def _documents(self, shard: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each document of a shard, its first token and the number of windows up to its end."""
         if shard not in self._counted:
             if len(self._counted) >= _MAX_COUNTED_SHARDS:
                 self._counted.pop(next(iter(self._counted)))
-            self._counted[shard] = np.cumsum(self._count(shard))
+            starts = self._dataset.document_starts(shard)
+            self._counted[shard] = starts, np.cumsum(self._count(starts, shard))
         return self._counted[shard]
