@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lex_pretrain.config import AttentionMode, ModelSection
+from lex_pretrain.model.attend import CausalAttend
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.cache import LayerCache
 from lex_pretrain.model.decoder import Decoder
@@ -270,13 +271,29 @@ def test_runs_of_queries_join_exactly() -> None:
     """Past its span xPos attends in runs, each with its own centre; the result is that of the definition."""
     config = model_section(num_layers=1, hidden_size=8, num_heads=1, xpos_scale_base=0.5)
     positions = make_positions(config)
-    assert positions.max_span_tokens is not None
-    num_tokens = 2 * positions.max_span_tokens + 5
+    span = positions.max_span_tokens(torch.float32)
+    assert span is not None
+    num_tokens = 2 * span + 5
     torch.manual_seed(0)
     q, k, v = (torch.randn(num_tokens, 1, 8) for _ in range(3))
     found = make_attention("causal", config, positions, 0, num_tokens)(q[None], k[None], v[None], None, 0.0)[0]
     expected = references.attention("xpos", "causal", q, k, v, size=4, gamma=0.4, base=0.5)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_full_causal_in_float16_neither_overflows_nor_strays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float16, which holds the scores on CUDA, ends at 65,504: the scale of xPos alone passes it 9 bases from a
+    centre, and falls below its smallest number 14 bases from it. Large vectors and a small base make it happen within 400 tokens."""
+    monkeypatch.setattr(CausalAttend, "_score_dtype", lambda _, x: x.dtype)
+    num_tokens, config = 400, model_section(num_layers=1, hidden_size=8, num_heads=1, xpos_scale_base=4.0)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(num_tokens, 1, 8).half() for _ in range(3))
+    q, k = q * 30, k * 0.03
+    found = make_attention("causal", config, make_positions(config), 0, num_tokens)(
+        q[None], k[None], v[None], None, 0.0
+    )
+    expected = references.attention("xpos", "causal", q, k, v, size=4, gamma=0.4, base=4.0)
+    torch.testing.assert_close(found[0].double(), expected, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("num_heads", [3, 12])

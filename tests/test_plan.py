@@ -155,7 +155,7 @@ def test_keys_and_values_of_alibi_are_kept_by_every_run_of_queries(monkeypatch: 
     from lex_pretrain.model import activations
 
     monkeypatch.setattr(activations, "_ALIBI_RUN_TOKENS", 64)
-    monkeypatch.setattr(positions.AlibiPositions, "max_span_tokens", 64)
+    monkeypatch.setattr(positions.AlibiPositions, "_SPAN_TOKENS", 64)
     monkeypatch.setattr(attend.CausalAttend, "_needs_mask", lambda *arguments: False)
     monkeypatch.setattr(attend, "causal_lower_right", lambda *arguments: None)
     functional = {"scaled_dot_product_attention": staticmethod(gpu_attention), "pad": staticmethod(F.pad)}

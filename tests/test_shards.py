@@ -145,6 +145,18 @@ def test_a_shard_that_does_not_fit_its_manifest_is_named(tmp_path: Path) -> None
         TokenDataset.open(tmp_path).read(5, 10)
 
 
+def test_an_id_beyond_the_vocabulary_is_named_before_it_reaches_a_model(tmp_path: Path) -> None:
+    make_dataset(tmp_path, [10, 10], vocab_size=100)
+    spoiled = np.arange(10, dtype=np.uint16)
+    spoiled[3] = 100
+    write_shard(tmp_path, "shard-00001", "train", spoiled, np.zeros(1, np.int64), 0)
+    stream = TokenDataset.open(tmp_path)
+    assert len(stream.read(0, 13)) == 13
+    for read in (lambda: stream.read(5, 9), lambda: stream.read_windows(np.array([0, 6, 12]), 8)):
+        with pytest.raises(RequestError, match=r"shard-00001\.tokens\.npy holds id 100 as its token 3, .* 100 pieces"):
+            read()
+
+
 def test_what_is_no_dataset_says_so(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"it has no manifest\.json"):
         TokenDataset.open(tmp_path)

@@ -4,7 +4,7 @@
 `<stem>.documents.npy`  int64, where each document starts in the shard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,10 @@ class TokenDataset:
         return Tokenizer(self.folder / TOKENIZER_FILE)
 
     def read(self, start: int, num_tokens: int) -> Tokens:
-        """Tokens start .. start + num_tokens - 1 of the stream, across shard borders; IndexError beyond its ends."""
+        """Tokens start .. start + num_tokens - 1 of the stream, across shard borders.
+
+        IndexError beyond its ends, RequestError where a shard holds an id that is no piece of the tokenizer.
+        """
         if start < 0 or start + num_tokens > self.num_tokens:
             raise IndexError(f"tokens {start} to {start + num_tokens} of {self.num_tokens}")
         tokens: Tokens = np.empty(num_tokens, dtype=self.manifest.dtype)
@@ -123,10 +126,11 @@ class TokenDataset:
             part = self._map(index)[offset : offset + num_tokens - done]
             tokens[done : done + len(part)] = part
             done, index = done + len(part), index + 1
+        self._check_ids(tokens[None], [start])
         return tokens
 
     def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Windows [B, length] of the stream; IndexError beyond its ends."""
+        """Windows [B, length] of the stream; errors as of `read`."""
         if len(starts) and (starts.min() < 0 or starts.max() + length > self.num_tokens):
             raise IndexError(f"windows of {length} tokens at {starts.min()} to {starts.max()} of {self.num_tokens}")
         windows = np.empty((len(starts), length), dtype=np.int64)
@@ -138,7 +142,21 @@ class TokenDataset:
                 windows[row] = self._map(shard)[offset : offset + length]
             else:
                 windows[row] = self.read(int(starts[row]), length)
+        self._check_ids(windows, starts)
         return windows
+
+    def _check_ids(self, tokens_BT: NDArray[np.integer], starts: Sequence[int] | NDArray[np.int64]) -> None:
+        """Here, because a GPU that looks up a row which its table lacks ends the process with no word of the cause."""
+        if tokens_BT.size == 0 or tokens_BT.max() < self.manifest.tokenizer.vocab_size:
+            return
+        row, column = np.argwhere(tokens_BT >= self.manifest.tokenizer.vocab_size)[0]
+        token = int(starts[row]) + int(column)
+        index = int(np.searchsorted(self._starts, token, side="right")) - 1
+        raise RequestError(
+            f"shard {tokens_file(self.folder, self.shards[index].stem)} holds id {tokens_BT[row, column]} as its token "
+            f"{token - self.shard_start(index)}, and the tokenizer has {self.manifest.tokenizer.vocab_size} pieces: "
+            "`lex-pretrain verify-data` says what is damaged"
+        )
 
     def shard_start(self, index: int) -> int:
         """Place of a shard's first token in the stream; that of the shard after the last is the stream's end."""

@@ -60,7 +60,7 @@ class CausalAttend:
         dtype = self._score_dtype(q_XTHD)
         q, k, v = (x.to(dtype) for x in (q_XTHD, k_XSGD, v_XSGD))
         always_masked = documents is not None or sinks is not None
-        run = self._run_tokens(num_queries, num_keys, always_masked, q.device)
+        run = self._run_tokens(num_queries, num_keys, always_masked, q)
         outputs = []
         for first in range(0, num_queries, run):
             stop = min(first + run, num_queries)
@@ -91,12 +91,12 @@ class CausalAttend:
             return True
         return num_queries not in (1, num_keys) and device.type != "cuda"
 
-    def _run_tokens(self, num_queries: int, num_keys: int, always_masked: bool, device: torch.device) -> int:
-        run = min(num_queries, self.positions.max_span_tokens or num_queries)
+    def _run_tokens(self, num_queries: int, num_keys: int, always_masked: bool, like: Tensor) -> int:
+        run = min(num_queries, self.positions.max_span_tokens(like.dtype) or num_queries)
         window = num_keys if self.window_tokens is None else self.window_tokens
         keys_of_run = min(num_keys, run + window)
         # Of several runs none but the first has as many queries as keys.
-        if not always_masked and not self._needs_mask(run, keys_of_run, device):
+        if not always_masked and not self._needs_mask(run, keys_of_run, like.device):
             return run
         return max(1, min(run, _MAX_MASK_ELEMENTS // keys_of_run))
 

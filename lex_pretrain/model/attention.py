@@ -102,7 +102,9 @@ class StreamAttention:
         num_blocks = -(-num_tokens // size)
         # Keys that pad the last block come after every real query, and padded queries are cut off again.
         padding = num_blocks * size - num_tokens
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q_BTHD, k_BSGD, v_BSGD))
+        q, k, v = q_BTHD, k_BSGD, v_BSGD
+        if padding:
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
         q_BNLHD = q.unflatten(1, (num_blocks, size))
         documents = None
         if self.documents_BT is not None:

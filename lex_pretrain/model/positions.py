@@ -24,9 +24,11 @@ RopeScaling = Literal["linear", "ntk", "yarn"]
 class Positions(nn.Module):
     """The scheme `none`, and the interface of all others: every hook does nothing."""
 
-    # Queries that one attention call may place around a common centre; None where any number is exact.
-    max_span_tokens: int | None = None
     needs_float32_scores = False
+
+    def max_span_tokens(self, dtype: torch.dtype) -> int | None:
+        """Queries that one attention call may place around a common centre; None where any number is exact."""
+        return None
 
     def embed(self, start: int, num_tokens: int, like: Tensor) -> Tensor | None:
         """Vectors [T, E] to add to the embeddings of positions start .. start + T - 1, or None."""
@@ -119,8 +121,9 @@ class XPosPositions(RotaryPositions):
     With `shared_decay` every pair decays by the mean of the logarithms: an ablation.
     """
 
-    # exp(20) squared stays far from the limits of float32 and bfloat16, which share their exponent range.
-    _MAX_LOG_SCALE = 20.0
+    # exp(20) squared stays far from the limits of float32 and bfloat16, which share their exponent range. The largest
+    # float16 is exp(11), so exp(4) leaves room for vectors of a thousand.
+    _MAX_LOG_SCALE, _MAX_LOG_SCALE_FLOAT16 = 20.0, 4.0
 
     def __init__(
         self, head_size: int, theta: float, gamma: float, scale_base: float, shared_decay: bool = False
@@ -129,8 +132,11 @@ class XPosPositions(RotaryPositions):
         self.gamma = gamma
         self.scale_base = scale_base
         self.shared_decay = shared_decay
-        steepest = -math.log(gamma / (1 + gamma)) / scale_base
-        self.max_span_tokens = max(2, int(2 * self._MAX_LOG_SCALE / steepest))
+        self.steepest = -math.log(gamma / (1 + gamma)) / scale_base
+
+    def max_span_tokens(self, dtype: torch.dtype) -> int:
+        largest = self._MAX_LOG_SCALE_FLOAT16 if dtype == torch.float16 else self._MAX_LOG_SCALE
+        return max(2, int(2 * largest / self.steepest))
 
     def log_scales(self, device: torch.device) -> Tensor:
         pair = torch.arange(self.head_size // 2, dtype=torch.float64, device=device)
@@ -149,13 +155,16 @@ class AlibiPositions(Positions):
     for keys far before it the weight e^(-m (i - j)) vanishes faster than the error grows.
     """
 
-    max_span_tokens = 1024
     needs_float32_scores = True
+    _SPAN_TOKENS = 1024
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_size = head_size
+
+    def max_span_tokens(self, dtype: torch.dtype) -> int:
+        return self._SPAN_TOKENS
 
     def slopes(self, device: torch.device) -> Tensor:
         """Slopes [H], float64: a geometric sequence; heads beyond a power of two fill in every other one."""

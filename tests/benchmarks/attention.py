@@ -40,7 +40,7 @@ def run() -> list[str]:
                 "pieces": lambda: attend("none", "causal", pieces),
                 "pieces with xpos": lambda: attend("xpos", "causal", pieces),
             },
-            num_rounds=3,
+            num_rounds=7,
         )
     faster, longer = seconds["full"] / seconds["blockwise"], seconds["blockwise"] / seconds["pieces"]
     added = seconds["pieces with xpos"] / seconds["pieces"] - 1

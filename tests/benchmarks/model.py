@@ -60,7 +60,7 @@ def _forward(position: str, num_layers: int) -> Callable[[], Tensor]:
 def _position_cost() -> list[str]:
     lines = []
     for name, make in (("training step", _training_step), ("forward pass", _forward)):
-        seconds = median_seconds({"xpos": make("xpos", 12), "learned": make("learned", 12)}, num_rounds=7)
+        seconds = median_seconds({"xpos": make("xpos", 12), "learned": make("learned", 12)}, num_rounds=21)
         added = seconds["xpos"] / seconds["learned"] - 1
         lines.append(f"xpos over learned positions, {name} of 12 layers at {TRAINING_LENGTH:,}: {added:+.1%}")
     return lines
