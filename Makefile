@@ -51,17 +51,19 @@ STEPS ?= 600
 POSITIONS := absolute alibi rope xpos
 MINI := paper-mini
 CORPUS ?= '$(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")/**/*.py'
-MINI_LENGTHS := 32,64,128,256,512,1024,2048,4096,8192
+MINI_LENGTHS := 32,64,128,256,512,1024,2048,8192
+MINI_DOCUMENTS ?= 16
 
 paper-mini: $(VENV)/.installed
 	$(BIN)/lex-pretrain prepare $(CORPUS) --output $(MINI)/data --vocab-size 2048 \
 		--validation-fraction 0.02 --test-fraction 0.1 --unit-bytes 4194304 --max-rejected 5%
 	set -e; for seed in $(SEEDS); do for position in $(POSITIONS); do \
 		run=$(MINI)/$$position-$$seed; \
-		$(BIN)/lex-pretrain launch -- train --config configs/paper-mini/$$position.yaml run.seed=$$seed \
+		$(BIN)/lex-pretrain train --config configs/paper-mini/$$position.yaml run.seed=$$seed \
 			run.output_dir=$$run data.path=$(MINI)/data train.num_steps=$(STEPS); \
 		test -f $$run-evaluation/report.html || $(BIN)/lex-pretrain evaluate $$run --data $(MINI)/data \
-			--lengths $(MINI_LENGTHS) --attention causal,blockwise --max-documents 32 --output $$run-evaluation; \
+			--lengths $(MINI_LENGTHS) --attention causal,blockwise --max-documents $(MINI_DOCUMENTS) --retrieval-trials 0 \
+			--output $$run-evaluation; \
 	done; done
 	$(BIN)/lex-pretrain compare $(foreach position,$(POSITIONS),$(foreach seed,$(SEEDS),$(MINI)/$(position)-$(seed)-evaluation)) \
 		--output $(MINI)/comparison

@@ -97,11 +97,14 @@ def sha256_of_json(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, what: str) -> Iterator[None]:
-    """Hold `folder` for this process; a second holder is refused at once with RequestError."""
+def folder_lock(folder: Path, what: str, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Hold `folder` for this process; RequestError when another has not left it after `patience_seconds`.
+
+    The system frees the lock of a process that is killed, but not that of one on a host that is cut off.
+    """
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience_seconds)
     except Timeout:
         raise RequestError(
             f"{folder} is in use by another {what} that is still running; wait for it or choose another folder"

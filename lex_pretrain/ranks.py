@@ -75,6 +75,8 @@ def join_process_group() -> Ranks:
     ranks = find_ranks(os.environ)
     if torch.distributed.is_initialized():
         return ranks
+    # A process on its own has nobody to meet, and a port that was free a moment ago may be another's by now.
+    alone = ranks.world_size == 1
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = _agree_on_master(ranks)
     for name, value in vars(ranks).items():
@@ -85,6 +87,9 @@ def join_process_group() -> Ranks:
     torch.distributed.init_process_group(
         "nccl" if has_gpu else "gloo",
         timeout=COLLECTIVE_TIMEOUT,
+        store=torch.distributed.HashStore() if alone else None,  # type: ignore[attr-defined]
+        rank=0 if alone else -1,
+        world_size=1 if alone else -1,
         device_id=device_of_rank(ranks.local_rank) if has_gpu else None,
     )
     return ranks

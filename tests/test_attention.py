@@ -249,9 +249,10 @@ def test_tables_match_float64_at_a_million_and_casts_do_not_reach_them() -> None
     for row, position in enumerate(range(1_048_570, 1_048_576)):
         for i in (0, 7, 31):
             angle = position * 10000.0 ** (-2 * i / 64)
-            scale = ((i / 32 + 0.4) / 1.4) ** (position / 512)
+            # Below e^-60 a scale is as good as none and stays there, where products are no subnormal numbers yet.
+            scale = max(((i / 32 + 0.4) / 1.4) ** (position / 512), math.exp(-60))
             expected = complex(scale * math.cos(angle), scale * math.sin(angle))
-            assert abs(complex(table[row, i]) - expected) <= 1e-6 * scale + 1e-38
+            assert abs(complex(table[row, i]) - expected) <= 1e-6 * scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

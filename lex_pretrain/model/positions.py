@@ -51,6 +51,9 @@ class RotaryPositions(Positions):
 
     # Factor of queries and of keys alike.
     magnitude = 1.0
+    # A key that scales below this adds nothing to a score; smaller, its products would be subnormal numbers, of which
+    # a CPU takes many times as long.
+    _MIN_LOG_SCALE = -60.0
 
     def __init__(self, head_size: int, theta: float) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class RotaryPositions(Positions):
         position = torch.arange(start, start + num_tokens, dtype=torch.float64, device=device)
         log_scale = self.log_scales(device) * (1.0 if role == "query" else -1.0)
         # A complex number holds both: its angle turns the pair, its modulus is the xPos scale.
-        modulus = self.magnitude * torch.exp(torch.outer(position, log_scale))
+        modulus = self.magnitude * torch.exp(torch.outer(position, log_scale).clamp(min=self._MIN_LOG_SCALE))
         factors = torch.polar(modulus, torch.outer(position, self.angles(device)))
         return factors.to(torch.complex64).unsqueeze(1)
 

@@ -19,12 +19,13 @@ from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.model.parameters import count_parameters
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
-from lex_pretrain.ranks import leave_process_group
+from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.health import next_sample, remember, trouble
 from lex_pretrain.train.resume import check_same_run, find_start
+from lex_pretrain.train.run_folder import held_run_folder
 from lex_pretrain.train.state import TrainState
 from lex_pretrain.train.stop import StopRequest
 from lex_pretrain.train.trainer import StepResult, Trainer, resolve_vocab_size
@@ -49,9 +50,23 @@ def train(
     Raises StoppedError after a stop signal, once a checkpoint is saved.
     """
     check_precision(config.train.precision)
-    output_dir = Path(config.run.output_dir)
     stop = StopRequest()
     ranks = init_distributed()
+    with held_run_folder(Path(config.run.output_dir), ranks):
+        train_alone(config, ranks, stop, resume, last_step, after_step)
+    leave_process_group()
+
+
+def train_alone(
+    config: Config,
+    ranks: Ranks,
+    stop: StopRequest,
+    resume: str | None,
+    last_step: int | None,
+    after_step: Callable[[int], None],
+) -> None:
+    """`train` in an output folder that no other run writes to."""
+    output_dir = Path(config.run.output_dir)
     main = ranks.rank == 0
     datasets = open_sources(config.data, split="train")
     config = resolve_vocab_size(config, datasets[0].manifest.tokenizer.vocab_size)
@@ -71,7 +86,6 @@ def train(
         state = replace(start[1], world_size=ranks.world_size, zero_stage=config.zero.stage)
     state = replace(state, passed_over=checkpoints.passed_over(state))
     if main:
-        output_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, output_dir / CONFIG_FILE)
         describe(trainer, state)
     torch.distributed.barrier()
@@ -85,7 +99,6 @@ def train(
                 after_step(step)
     finally:
         monitor.close()
-    leave_process_group()
 
 
 def run_steps(
