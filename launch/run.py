@@ -32,7 +32,7 @@ from launch.host_links import HostLinks
 from launch.hostfile import read_hostfile, select_hosts
 from launch.preflight import Preflight, preflight
 from launch.rank import JOB_VARIABLE, RankTask, Show, read_failures
-from launch.supervise import Patience, supervise
+from launch.supervise import Patience, newest_checkpoint, supervise
 from lex_pretrain.config import Config
 from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import write_text
@@ -77,11 +77,15 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
     """
     slots = _hosts(options)
     _check_installed(options, slots)
+    found_checkpoint = newest_checkpoint(config)
     launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{random.SystemRandom().randrange(16**4):04x}"
 
     def run_attempt(number: int, hosts: dict[str, int] | None) -> Outcome:
+        # Once the run has begun where --resume says, a restart goes on from what it has saved since.
+        begun = newest_checkpoint(config) != found_checkpoint
+        arguments = without_resume(subcommand) if begun else subcommand
         if hosts is None:
-            job = _Job(options, subcommand, None, f"{launch_id}.{number}")
+            job = _Job(options, arguments, None, f"{launch_id}.{number}")
             outcome = Attempt(job.commands(), links=None).run()
             # Only Slurm's processes leave notes here; its hosts have a common file system.
             failures = read_failures(job.log_folder)
@@ -92,7 +96,7 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
             raise RequestError(f"nothing was started: {sum(fault.fatal for fault in found.faults)} things in the way")
         if found.fatal:
             return Outcome(JobError.exit_code)
-        job = _Job(options, subcommand, hosts, f"{launch_id}.{number}", found)
+        job = _Job(options, arguments, hosts, f"{launch_id}.{number}", found)
         job.write_files()
         links = HostLinks(hosts, launch_id, job.log_folder, options.host_timeout_seconds)
         return Attempt(job.commands(), links).run()
@@ -101,6 +105,15 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
         _show(_Job(options, subcommand, slots, f"{launch_id}.0"))
         return 0
     return supervise(run_attempt, slots, options.patience, config)
+
+
+def without_resume(subcommand: list[str]) -> list[str]:
+    """The command without its `--resume` option, in either spelling."""
+    kept = [part for part in subcommand if not part.startswith("--resume=")]
+    if "--resume" in kept:
+        position = kept.index("--resume")
+        del kept[position : position + 2]
+    return kept
 
 
 class _Job:

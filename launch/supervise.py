@@ -42,7 +42,7 @@ def supervise(run_attempt: RunAttempt, slots: dict[str, int] | None, patience: P
     for attempt in range(patience.max_restarts + 1):
         if attempt and slots is not None:
             chosen = hosts_to_use(slots, patience.min_hosts or len(slots), config)
-        checkpoint = _newest_checkpoint(config)
+        checkpoint = newest_checkpoint(config)
         outcome = run_attempt(attempt, chosen)
         if outcome.exit_code in (0, INTERRUPTED, StoppedError.exit_code):
             return outcome.exit_code
@@ -50,7 +50,7 @@ def supervise(run_attempt: RunAttempt, slots: dict[str, int] | None, patience: P
         is_last = outcome.told_to_stop or attempt == patience.max_restarts
         if outcome.exit_code == RequestError.exit_code or is_last:
             return outcome.exit_code
-        moved = _newest_checkpoint(config) != checkpoint
+        moved = newest_checkpoint(config) != checkpoint
         fruitless = 0 if moved or outcome.lost_hosts or config is None else fruitless + 1
         if fruitless == MOST_FRUITLESS_ATTEMPTS:
             raise JobError(
@@ -117,7 +117,8 @@ def describe(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _newest_checkpoint(config: Config | None) -> str | None:
+def newest_checkpoint(config: Config | None) -> str | None:
+    """Name of the checkpoint that a plain restart of the training would take; None where there is none."""
     if config is None:
         return None
     try:

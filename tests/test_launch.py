@@ -26,6 +26,7 @@ from launch.commands import (
 )
 from launch.hostfile import read_hostfile, select_hosts
 from launch.rank import RankTask
+from launch.run import without_resume
 from launch.supervise import Patience, largest_that_fits, supervise
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
@@ -238,6 +239,12 @@ def test_restarts_end_when_they_are_of_no_use(
     with pytest.raises(JobError, match="2 attempts in a row ended without a new checkpoint"):
         supervise(attempts(1, 1, 1, 1), None, Patience(5), config)
     assert calls == [0, 1]
+
+
+def test_a_restart_goes_on_instead_of_going_back_again() -> None:
+    command = ["train", "--config", "run.yaml", "--resume", "4", "train.num_steps=9"]
+    assert without_resume(command) == ["train", "--config", "run.yaml", "train.num_steps=9"]
+    assert without_resume(["train", "--resume=4", "--config", "run.yaml"]) == ["train", "--config", "run.yaml"]
 
 
 @pytest.mark.slow

@@ -140,6 +140,57 @@ def test_broken_checkpoints_are_passed_over_or_refused(
 
 
 @pytest.mark.slow
+def test_what_a_resumption_from_an_older_step_leaves_behind_is_set_aside(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
+) -> None:
+    """Saved at 2, 4 and 6; gone back to 2, killed after 3; the plain restart is of that path, and 6 stays whole."""
+    config = tiny_config(checkpoint={"every_steps": 2, "keep_last": 3}, train={"num_steps": 6})
+    file = write(config, tmp_path / "run.yaml")
+    assert program("train", "--config", file).returncode == 0
+    checkpoints = tmp_path / "run" / "checkpoints"
+    left = (checkpoints / "step-00000006" / "model.safetensors").read_bytes()
+    for attempt in range(2):
+        # A run that dies before it has saved anything on its new path.
+        command = [sys.executable, "-m", "tests.spoiled_run", "0:16-23", "train", "--config", str(file)]
+        process = subprocess.run(
+            [*command, "--resume", "2", "train.max_bad_steps=1", "train.max_rewinds=0"],
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.returncode == 1, process.stderr
+        assert ("set aside in" in process.stderr) == (attempt == 0)
+        assert "leave --resume out" in process.stderr
+    assert (checkpoints / "latest").read_text() == "step-00000002\n"
+    assert len(losses(tmp_path / "run")) == 3
+    again = program("train", "--config", file)
+    assert again.returncode == 0, again.stderr
+    resumed = [
+        record["step"]
+        for record in read_records(tmp_path / "run" / "metrics.jsonl")
+        if record.get("event") == "resumed"
+    ]
+    assert resumed == [2, 2, 2]
+    aside = checkpoints / "abandoned-1"
+    assert sorted(folder.name for folder in aside.iterdir()) == ["step-00000004", "step-00000006"]
+    assert (aside / "step-00000006" / "model.safetensors").read_bytes() == left
+    back = program("train", "--config", file, "--resume", aside / "step-00000006", "train.num_steps=7")
+    assert back.returncode == 0, back.stderr
+    assert [folder.name for folder in (checkpoints / "abandoned-2").iterdir()] == ["step-00000006"]
+    assert (checkpoints / "latest").read_text() == "step-00000007\n"
+
+
+def test_a_run_of_set_aside_checkpoints_alone_does_not_begin_afresh(
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoints" / "abandoned-1" / "step-00000006").mkdir(parents=True)
+    done = program("train", "--config", write(tiny_config(), tmp_path / "run.yaml"))
+    assert done.returncode == 2
+    assert "abandoned-1/step-00000006" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:
     file = write(tiny_config(), tmp_path / "run.yaml")
     assert program("train", "--config", file).returncode == 0

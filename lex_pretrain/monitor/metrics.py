@@ -73,6 +73,16 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """The true record of each step, by step: the last line of a step is the true one (cli contract)."""
-    by_step = {record["step"]: record for record in read_records(file) if "event" not in record}
+    """The true record of each step, by step: the last line of a step is the true one (cli contract).
+
+    Steps that a resumption or a rewind took back and that were not done again are none of the run's.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in read_records(file):
+        match record.get("event"):
+            case None:
+                by_step[record["step"]] = record
+            case "resumed" | "rewound" as event:
+                last = record["to_step" if event == "rewound" else "step"]
+                by_step = {step: kept for step, kept in by_step.items() if step <= last}
     return [by_step[step] for step in sorted(by_step)]

@@ -10,6 +10,7 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import shutil
@@ -40,6 +41,7 @@ FILES_FILE = "files.json"
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 PASSED_OVER_FILE = "passed_over.json"
+ABANDONED_PREFIX = "abandoned-"
 
 logger = logging.getLogger("lex_pretrain")
 
@@ -163,6 +165,41 @@ class Checkpoints:
             elif sha256_of_file(file) != entry["sha256"]:
                 faults.append(f"{entry['path']} has changed (SHA-256 differs)")
         return gather_lists(faults, self.ranks)
+
+    def set_aside_newer(self, start: Path, step: int) -> None:
+        """Move the checkpoints that a run leaves behind by starting at `start`, of step `step`, into one folder.
+
+        Otherwise a later restart would take the newest of them for the run's. They stay whole where they are moved to.
+        """
+        if self.ranks.rank != 0:
+            return
+        there = sorted(self.folder.glob("step-*"))
+        left = [folder for folder in there if folder.name >= f"step-{step:08d}" and not folder.samefile(start)]
+        if not left:
+            return
+        aside = next(folder for folder in self._abandoned_folders() if not folder.exists())
+        aside.mkdir()
+        for folder in left:
+            folder.rename(aside / folder.name)
+        sync_folder(aside)
+        sync_folder(self.folder)
+        kept = [folder.name for folder in there if folder not in left]
+        if kept:
+            write_text(self.folder / LATEST_FILE, kept[-1] + "\n")
+        else:
+            (self.folder / LATEST_FILE).unlink(missing_ok=True)
+        logger.warning(
+            "the run goes on from step %d, so what it had saved from there on is set aside in %s: %s. Nothing of it is "
+            "removed or used unasked; --resume PATH goes back to it",
+            *(step, aside, ", ".join(folder.name for folder in left)),
+        )
+
+    def set_aside(self) -> list[Path]:
+        """The checkpoints that were set aside."""
+        return sorted(self.folder.glob(f"{ABANDONED_PREFIX}*/step-*"))
+
+    def _abandoned_folders(self) -> Iterator[Path]:
+        return (self.folder / f"{ABANDONED_PREFIX}{number}" for number in itertools.count(1))
 
     def read_state(self, checkpoint: Path) -> TrainState:
         return TrainState.from_json(read_json(checkpoint / STATE_FILE))

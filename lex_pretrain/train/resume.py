@@ -56,6 +56,11 @@ def find_start(checkpoints: Checkpoints, resume: str | None, data_fingerprint: s
         return None
     if resume is None:
         start = checkpoints.newest_good()
+        if start is None and (aside := checkpoints.set_aside()):
+            raise RequestError(
+                f"{checkpoints.folder} holds no checkpoint but those set aside for a start from elsewhere, which ended "
+                f"before its first save; repeat that --resume PATH, or name one of them, such as --resume {aside[-1]}"
+            )
     else:
         folder = checkpoints.folder / f"step-{int(resume):08d}" if resume.isdigit() else Path(resume)
         if not folder.is_dir():

@@ -84,6 +84,8 @@ def train_alone(
     if start is not None and plan is not None:
         checkpoints.load(trainer.engine, plan)
         state = replace(start[1], world_size=ranks.world_size, zero_stage=config.zero.stage)
+        if resume is not None:
+            checkpoints.set_aside_newer(start[0], state.step)
     state = replace(state, passed_over=checkpoints.passed_over(state))
     if main:
         save_config(config, output_dir / CONFIG_FILE)
@@ -93,6 +95,8 @@ def train_alone(
     try:
         if start is not None:
             monitor.event("resumed", step=state.step, checkpoint=start[0].name)
+        if start is not None and resume is not None and main:
+            logger.info("to go on later, leave --resume out; with it the command starts from step %d again", state.step)
         state = replace(state, wandb_run_id=monitor.wandb_run_id)
         with trainer.watchdog.watching():
             for step in run_steps(trainer, checkpoints, monitor, state, stop, last_step or config.train.num_steps):
