@@ -11,6 +11,8 @@ PositionScheme = Literal["xpos", "rope", "alibi", "sinusoidal", "learned", "none
 AttentionMode = Literal["causal", "blockwise", "sliding", "sinks"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
+DEFAULT_WARMUP_STEPS = 750
+
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -167,7 +169,10 @@ class ModelSection(Section):
 class TrainSection(Section):
     """Length, batch and precision of the training."""
 
-    num_steps: PositiveInt = Field(description="optimizer steps")
+    num_steps: PositiveInt | None = Field(default=None, description="optimizer steps; null = by num_tokens")
+    num_tokens: PositiveInt | None = Field(
+        default=None, description="length in tokens instead, rounded up to whole steps; null = by num_steps"
+    )
     global_batch_size: PositiveInt = Field(description="sequences a step, over all processes")
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="sequences a forward pass on one process; null = as large as divides"
@@ -210,6 +215,12 @@ class TrainSection(Section):
     validate_every_steps: PositiveInt | None = Field(default=None, description="steps between validations; null = none")
     validation_num_sequences: PositiveInt = Field(default=64, description="sequences of one validation")
 
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainSection":
+        if (self.num_steps is None) == (self.num_tokens is None):
+            raise ValueError("give either num_steps or num_tokens (the length in tokens), and null for the other")
+        return self
+
 
 class OptimizerSection(Section):
     """AdamW; the defaults are the paper's."""
@@ -232,8 +243,19 @@ class ScheduleSection(Section):
     )
     power: float = Field(default=1.0, gt=0, description="power of the decay of polynomial and wsd; 1 is linear")
     decay_fraction: float = Field(default=0.2, gt=0, le=1, description="share of train.num_steps over which wsd decays")
-    warmup_steps: int = Field(default=750, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="steps of linear warm-up from 0; null = by warmup_tokens, 750 without those"
+    )
+    warmup_tokens: int | None = Field(
+        default=None, ge=0, description="warm-up in tokens instead, rounded up to whole steps; null = by warmup_steps"
+    )
     final_fraction: Fraction = Field(default=0.0, description="last learning rate as a share of the peak")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "ScheduleSection":
+        if self.warmup_steps is not None and self.warmup_tokens is not None:
+            raise ValueError("give either warmup_steps or warmup_tokens, and null for the other")
+        return self
 
 
 class ZeroSection(Section):
@@ -293,17 +315,45 @@ class Config(Section):
                 "train.precision bf16 needs zero.stage 1 to 3: without ZeRO, DeepSpeed trains bf16 weights directly "
                 "and keeps no float32 ones, which small updates need"
             )
-        if self.schedule.warmup_steps > self.train.num_steps:
+        warmup = _as_given("schedule.warmup", self.schedule.warmup_tokens, self.warmup_steps)
+        length = _as_given("train.num", self.train.num_tokens, self.num_steps)
+        if self.warmup_steps > self.num_steps:
+            faults.append(f"{warmup} is longer than {length}")
+        num_decay_steps = round(self.schedule.decay_fraction * self.num_steps)
+        if self.schedule.decay == "wsd" and self.warmup_steps + num_decay_steps > self.num_steps:
             faults.append(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than "
-                f"train.num_steps {self.train.num_steps}"
-            )
-        num_decay_steps = round(self.schedule.decay_fraction * self.train.num_steps)
-        if self.schedule.decay == "wsd" and self.schedule.warmup_steps + num_decay_steps > self.train.num_steps:
-            faults.append(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} and the decay over {num_decay_steps} steps "
-                f"(schedule.decay_fraction) are more than train.num_steps {self.train.num_steps}"
+                f"{warmup} and the decay over {num_decay_steps} steps (schedule.decay_fraction) are more than {length}"
             )
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_size * self.model.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run, also where its length is given in tokens."""
+        return self.train.num_steps or self._steps_of(self.train.num_tokens or 0)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up, also where it is given in tokens."""
+        if self.schedule.warmup_tokens is not None:
+            return self._steps_of(self.schedule.warmup_tokens)
+        return DEFAULT_WARMUP_STEPS if self.schedule.warmup_steps is None else self.schedule.warmup_steps
+
+    def in_steps(self) -> "Config":
+        """The same run with its length and warm-up in steps, however they were given."""
+        train = self.train.model_copy(update={"num_steps": self.num_steps, "num_tokens": None})
+        schedule = self.schedule.model_copy(update={"warmup_steps": self.warmup_steps, "warmup_tokens": None})
+        return self.model_copy(update={"train": train, "schedule": schedule})
+
+    def _steps_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.tokens_per_step)
+
+
+def _as_given(key: str, num_tokens: int | None, num_steps: int) -> str:
+    """How a length was given, for a message."""
+    return f"{key}_steps {num_steps}" if num_tokens is None else f"{key}_tokens {num_tokens} ({num_steps} steps)"

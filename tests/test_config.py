@@ -100,6 +100,13 @@ def test_all_faults_are_reported_with_place_and_suggestion(tmp_path: Path) -> No
         ("model: {block_size: 64}", "block_size 64 is longer than sequence_length 32"),
         ("train: {micro_batch_size: 3}", "not divisible by train.micro_batch_size 3"),
         ("schedule: {warmup_steps: 11}", "warmup_steps 11 is longer than"),
+        ("train: {num_tokens: 100}", "train: give either num_steps or num_tokens"),
+        ("train: {num_steps: null}", "train: give either num_steps or num_tokens"),
+        ("schedule: {warmup_tokens: 0}", "schedule: give either warmup_steps or warmup_tokens"),
+        (
+            "train: {num_steps: null, num_tokens: 1280}\nschedule: {warmup_steps: null, warmup_tokens: 1281}",
+            "schedule.warmup_tokens 1281 (11 steps) is longer than train.num_tokens 1280 (10 steps)",
+        ),
         ("zero: {stage: 0}", "bf16 needs zero.stage 1 to 3"),
         ("data: {sources: [{path: x}]}", "either path"),
         ("base: run.yaml", "includes itself"),
@@ -141,6 +148,21 @@ def test_batch_arithmetic_that_does_not_fit_names_what_would(tmp_path: Path) -> 
         make_deepspeed_config(config, 2)
     with pytest.raises(RequestError, match="process counts that fit: 1, 2, 3, 4, 6, 12"):
         make_deepspeed_config(config, 5)
+
+
+def test_lengths_in_tokens_give_the_schedule_of_as_many_steps(tmp_path: Path) -> None:
+    """128 tokens a step, rounded up."""
+    file = write(tmp_path, "run.yaml", GOOD)
+    in_tokens = ["train.num_steps=null", "train.num_tokens=1153", "schedule.warmup_steps=null"]
+    config = load_config(file, [*in_tokens, "schedule.warmup_tokens=129"])
+    assert (config.num_steps, config.warmup_steps) == (10, 2)
+    assert config.in_steps() == load_config(file)
+    rates = [[learning_rate(step, one) for step in range(10)] for one in (config, load_config(file))]
+    assert rates[0] == rates[1]
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+    assert load_config(file, [*in_tokens[:2], "train.global_batch_size=2"]).num_steps == 19
+    assert load_config(file, ["train.num_steps=1000", "schedule.warmup_steps=null"]).warmup_steps == 750
 
 
 def test_schedule_uses_the_warmup_from_the_first_update(tmp_path: Path) -> None:

@@ -196,6 +196,14 @@ def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, pr
     assert program("train", "--config", file).returncode == 0
     harmless = program("train", "--config", file, "train.num_steps=7", "monitor.log_every_steps=2")
     assert harmless.returncode == 0, harmless.stderr
+    # 256 tokens a step: the same run, its length and warm-up given otherwise.
+    in_tokens = ["train.num_steps=null", "train.num_tokens=1793", "schedule.warmup_steps=null"]
+    longer = program("train", "--config", file, *in_tokens, "schedule.warmup_tokens=512")
+    assert longer.returncode == 0, longer.stderr
+    assert [step["samples"] for step in read_steps(tmp_path / "run" / "metrics.jsonl")] == list(range(8, 72, 8))
+    other_warmup = program("train", "--config", file, *in_tokens, "schedule.warmup_tokens=513")
+    assert other_warmup.returncode == 2
+    assert "schedule.warmup_steps: 2 there, 3 here" in other_warmup.stderr
     wrong = program("train", "--config", file, "optimizer.learning_rate=0.1", "model.position=rope")
     assert wrong.returncode == 2
     assert "optimizer.learning_rate: 0.003 there, 0.1 here" in wrong.stderr

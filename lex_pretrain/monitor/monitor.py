@@ -28,7 +28,7 @@ class Monitor:
         if not enabled:
             return
         self._log_every_steps = config.monitor.log_every_steps
-        self._num_steps = config.train.num_steps
+        self._num_steps = config.num_steps
         self._file = MetricsFile(output_dir / METRICS_FILE)
         self._stack.callback(self._file.close)
         recorded = read_steps(output_dir / METRICS_FILE)
@@ -36,7 +36,7 @@ class Monitor:
         self._wandb = WandbSink(config, output_dir, wandb_run_id, last_step)
         self._stack.callback(self._wandb.close)
         self.wandb_run_id = self._wandb.run_id
-        self._tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+        self._tokens_per_step = config.tokens_per_step
         num_tokens = (self._num_steps - first_step) * self._tokens_per_step
         self._progress = self._stack.enter_context(progress("training", num_tokens, "tokens", console.is_terminal))
         self._seconds = 0.0

@@ -118,7 +118,7 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
                 fits=None if gpu_memory is None else peak <= USABLE_SHARE * gpu_memory,
             )
         )
-    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    tokens_per_step = config.tokens_per_step
     flops_per_step = training_flops_per_token(config.model) * tokens_per_step
     step_seconds = flops_per_step / (world_size * peak_tflops * 1e12 * mfu)
     return Plan(
@@ -128,14 +128,14 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
         micro_batch_size=micro,
         num_micro_steps=settings.num_micro_steps,
         tokens_per_step=tokens_per_step,
-        num_steps=config.train.num_steps,
+        num_steps=config.num_steps,
         activation_checkpointing=config.train.activation_checkpointing,
         activation_bytes=activations,
         flops_per_step=flops_per_step,
         peak_tflops=peak_tflops,
         mfu=mfu,
         step_seconds=step_seconds,
-        days=step_seconds * config.train.num_steps / _SECONDS_PER_DAY,
+        days=step_seconds * config.num_steps / _SECONDS_PER_DAY,
         num_checkpoints_kept=_num_checkpoints_kept(config),
         gpu_memory_bytes=gpu_memory,
         usable_share=USABLE_SHARE,
@@ -193,8 +193,8 @@ def _configured(config: Config) -> Placement:
 def _num_checkpoints_kept(config: Config) -> int:
     """At the end of the run, with the one that is being written beside those that `checkpoint` keeps."""
     settings = config.checkpoint
-    saves = -(-config.train.num_steps // settings.every_steps)
-    for_good = config.train.num_steps // settings.keep_every_steps if settings.keep_every_steps else 0
+    saves = -(-config.num_steps // settings.every_steps)
+    for_good = config.num_steps // settings.keep_every_steps if settings.keep_every_steps else 0
     return min(saves, settings.keep_last + 1 + for_good)
 
 

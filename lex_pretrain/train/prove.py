@@ -45,8 +45,8 @@ def prove_resume(config: Config, num_steps: int) -> None:
     Raises JobError when a loss, learning rate, gradient norm or weight differs in any bit, and RequestError when the
     job's processes cannot be started three times over.
     """
-    if not 2 <= num_steps <= config.train.num_steps:
-        raise RequestError(f"--prove-resume {num_steps} must be from 2 to train.num_steps {config.train.num_steps}")
+    if not 2 <= num_steps <= config.num_steps:
+        raise RequestError(f"--prove-resume {num_steps} must be from 2 to train.num_steps {config.num_steps}")
     ranks = find_ranks(os.environ)
     if ranks.world_size > 1 and "MASTER_ADDR" not in os.environ:
         raise RequestError("--prove-resume needs MASTER_ADDR with several processes; start it by `lex-pretrain launch`")

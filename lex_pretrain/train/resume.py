@@ -38,10 +38,8 @@ def check_same_run(config: Config, output_dir: Path, resume: str | None) -> None
         return
     if resume == NEVER:
         raise RequestError(f"{output_dir} already holds a run; --resume never needs an empty run.output_dir")
-    old = load_config(file).model_dump(mode="json")
-    faults = [
-        fault for fault in differing_keys(old, config.model_dump(mode="json")) if not fault.startswith(HARMLESS_KEYS)
-    ]
+    old, new = (run.in_steps().model_dump(mode="json") for run in (load_config(file), config))
+    faults = [fault for fault in differing_keys(old, new) if not fault.startswith(HARMLESS_KEYS)]
     if faults:
         listed = "\n".join(f"  {fault}" for fault in faults)
         raise RequestError(

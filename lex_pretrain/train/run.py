@@ -99,7 +99,7 @@ def train_alone(
             logger.info("to go on later, leave --resume out; with it the command starts from step %d again", state.step)
         state = replace(state, wandb_run_id=monitor.wandb_run_id)
         with trainer.watchdog.watching():
-            for step in run_steps(trainer, checkpoints, monitor, state, stop, last_step or config.train.num_steps):
+            for step in run_steps(trainer, checkpoints, monitor, state, stop, last_step or config.num_steps):
                 after_step(step)
     finally:
         monitor.close()
@@ -128,7 +128,7 @@ def run_steps(
             state,
             step=state.step + 1,
             samples=first_sample + config.train.global_batch_size,
-            tokens=state.tokens + config.train.global_batch_size * config.model.sequence_length,
+            tokens=state.tokens + config.tokens_per_step,
             recent_losses=remember(state.recent_losses, result.loss, config.train),
             num_bad_steps=state.num_bad_steps + 1 if non_finite else 0,
         )
@@ -156,7 +156,7 @@ def run_steps(
             monitor.event("saved", step=state.step, checkpoint=folder.name)
         if result.stop_requested and not done:
             raise StoppedError(
-                f"stopped on a signal after saving step {state.step} of {config.train.num_steps}; "
+                f"stopped on a signal after saving step {state.step} of {config.num_steps}; "
                 "the same command goes on from there"
             )
         yield state.step
@@ -166,7 +166,7 @@ def step_metrics(
     state: TrainState, result: StepResult, seconds: float, config: Config, peak_flops: float
 ) -> StepMetrics:
     """The record of a step that led to `state`."""
-    tokens_per_second = config.train.global_batch_size * config.model.sequence_length / seconds
+    tokens_per_second = config.tokens_per_step / seconds
     return StepMetrics(
         step=state.step,
         samples=state.samples,
@@ -252,7 +252,7 @@ def describe(trainer: Trainer, state: TrainState) -> None:
         torch.get_num_threads(),
         "" if torch.get_num_threads() == 1 else "s",
     )
-    epochs = trainer.loader.order.epochs(config.train.num_steps * config.train.global_batch_size)
+    epochs = trainer.loader.order.epochs(config.num_steps * config.train.global_batch_size)
     for source, (dataset, num_epochs) in enumerate(zip(trainer.loader.datasets, epochs, strict=True)):
         passed_over = ""
         if config.data.windows == "documents":
@@ -261,11 +261,11 @@ def describe(trainer: Trainer, state: TrainState) -> None:
         logger.info(
             "%s: %s tokens, read %.2f times%s", dataset.folder, f"{dataset.num_tokens:,}", num_epochs, passed_over
         )
-    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    tokens_per_step = config.tokens_per_step
     logger.info(
         "steps %d to %d of %s tokens (%d sequences of %d; micro batch %d, %d accumulated)",
         state.step + 1,
-        config.train.num_steps,
+        config.num_steps,
         f"{tokens_per_step:,}",
         config.train.global_batch_size,
         config.model.sequence_length,

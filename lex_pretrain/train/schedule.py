@@ -13,9 +13,10 @@ def learning_rate(step: int, config: Config) -> float:
     (`wsd`, arXiv 2404.06395) stays at the peak in between, so that a run can be lengthened before its decay begins.
     """
     peak, schedule = config.optimizer.learning_rate, config.schedule
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    num_steps, decay_start = config.train.num_steps, schedule.warmup_steps
+    num_steps, warmup_steps = config.num_steps, config.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    decay_start = warmup_steps
     if schedule.decay == "wsd":
         decay_start = num_steps - max(1, round(schedule.decay_fraction * num_steps))
     progress = min(1.0, max(0, step + 1 - decay_start) / max(1, num_steps - decay_start))
