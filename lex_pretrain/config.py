@@ -265,6 +265,7 @@ class ZeroSection(Section):
         default=1, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     )
     offload_optimizer: bool = Field(default=False, description="keep optimizer state in CPU memory (GPU runs)")
+    offload_parameters: bool = Field(default=False, description="keep partitioned parameters in CPU memory; stage 3")
     overlap_comm: bool = Field(default=True, description="overlap gradient reduction with the backward pass")
 
 
@@ -315,6 +316,13 @@ class Config(Section):
                 "train.precision bf16 needs zero.stage 1 to 3: without ZeRO, DeepSpeed trains bf16 weights directly "
                 "and keeps no float32 ones, which small updates need"
             )
+        if self.zero.offload_parameters and self.zero.stage != 3:
+            faults.append(
+                f"zero.offload_parameters needs zero.stage 3, not {self.zero.stage}: below it every process computes "
+                "with whole parameters"
+            )
+        if self.zero.offload_optimizer and self.zero.stage == 0:
+            faults.append("zero.offload_optimizer needs zero.stage 1 to 3: without ZeRO, DeepSpeed offloads nothing")
         warmup = _as_given("schedule.warmup", self.schedule.warmup_tokens, self.warmup_steps)
         length = _as_given("train.num", self.train.num_tokens, self.num_steps)
         if self.warmup_steps > self.num_steps:

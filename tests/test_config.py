@@ -108,6 +108,11 @@ def test_all_faults_are_reported_with_place_and_suggestion(tmp_path: Path) -> No
             "schedule.warmup_tokens 1281 (11 steps) is longer than train.num_tokens 1280 (10 steps)",
         ),
         ("zero: {stage: 0}", "bf16 needs zero.stage 1 to 3"),
+        ("zero: {stage: 2, offload_parameters: true}", "zero.offload_parameters needs zero.stage 3, not 2"),
+        (
+            "zero: {stage: 0, offload_optimizer: true}\ntrain: {precision: fp32}",
+            "zero.offload_optimizer needs zero.stage 1",
+        ),
         ("data: {sources: [{path: x}]}", "either path"),
         ("base: run.yaml", "includes itself"),
         ("base: missing.yaml", "missing.yaml does not exist (a base of"),
@@ -139,6 +144,26 @@ def test_deepspeed_section_is_merged_and_owned_keys_refused(tmp_path: Path) -> N
         make_deepspeed_config(config, 2)
     assert "set train.precision" in str(caught.value)
     assert "set zero.stage" in str(caught.value)
+
+
+def test_zero_plus_plus_goes_through_and_conflicts_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "run.yaml", GOOD)
+    raw = "deepspeed.zero_optimization"
+    keys = [f"{raw}.zero_hpz_partition_size=2", f"{raw}.zero_quantized_weights=true"]
+    keys += [f"{raw}.zero_quantized_gradients=true"]
+    offloaded = load_config(file, ["zero.stage=3", "zero.offload_parameters=true", *keys])
+    assert make_deepspeed_config(offloaded, 4)["zero_optimization"] == {
+        **{"stage": 3, "overlap_comm": True, "offload_param": {"device": "cpu", "pin_memory": True}},
+        **{"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+    }
+    with pytest.raises(RequestError, match=r"zero_hpz_partition_size 2 does not divide 1 processes; sizes that fit: 1"):
+        make_deepspeed_config(offloaded, 1)
+    with pytest.raises(RequestError) as caught:
+        make_deepspeed_config(load_config(file, ["zero.stage=2", *keys]), 4)
+    assert all(f"{key.split('=')[0]} needs zero.stage 3, not 2" in str(caught.value) for key in keys)
+    raw_offload = load_config(file, ["zero.stage=3", f"{raw}.offload_param.device=nvme"])
+    with pytest.raises(RequestError, match=r"offload_param is derived from this config; set zero.offload_parameters"):
+        make_deepspeed_config(raw_offload, 4)
 
 
 def test_batch_arithmetic_that_does_not_fit_names_what_would(tmp_path: Path) -> None:

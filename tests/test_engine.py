@@ -91,3 +91,24 @@ def test_compiled_layers_train_as_plain_ones(
     assert len(losses[False]) == 6
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert losses[True][-1] < losses[True][0]
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_train_as_those_on_the_device(
+    tiny_config: Callable[..., Config], program: Program, tmp_path: Path
+) -> None:
+    """ZeRO 3 on two processes, bit for bit, also after a resumption."""
+    losses = {}
+    for offload in (False, True):
+        config = tiny_config(
+            run={"output_dir": str(tmp_path / f"offload-{offload}")}, zero={"stage": 3, "offload_parameters": offload}
+        )
+        save_config(config, tmp_path / "config.yaml")
+        command = ["launch", "--num-processes", "2", "--", "train", "--config", tmp_path / "config.yaml"]
+        done = program(*command)
+        assert done.returncode == 0, done.stderr
+        losses[offload] = [step["loss"] for step in read_steps(Path(config.run.output_dir) / "metrics.jsonl")]
+    assert losses[True] == losses[False]
+    resumed = program(*command, "--resume", "3")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [step["loss"] for step in read_steps(tmp_path / "offload-True" / "metrics.jsonl")] == losses[False]

@@ -258,7 +258,7 @@ def test_raw_deepspeed_settings_count() -> None:
         plan = make_plan(load_config(run, overrides), 8, 0.4, 989, None)
         return next(row for row in plan.placements if row.is_configured)
 
-    plain, offloaded = configured(), configured(f"{raw}.offload_param.device=cpu")
+    plain, offloaded = configured(), configured("zero.offload_parameters=true")
     assert offloaded.name == "3 offload parameters"
     assert offloaded.weights_bytes < plain.weights_bytes
     assert offloaded.host_bytes == pytest.approx(plain.weights_bytes, rel=0.001)

@@ -14,8 +14,10 @@ import torch
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
+from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.monitor.metrics import MetricsFile, read_records, read_steps
+from lex_pretrain.train.engine import check_operations
 from tests.conftest import Program
 
 MakeConfig = Callable[..., Config]
@@ -254,6 +256,14 @@ def test_fp16_on_the_cpu_is_refused_before_anything_starts(
     assert done.returncode == 2
     assert "fp16 needs a GPU" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_quantised_messages_on_the_cpu_are_refused_before_anything_starts(tiny_config: MakeConfig) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, which quantises messages")
+    section = {"zero_optimization": {"zero_quantized_gradients": True}}
+    with pytest.raises(RequestError, match=r"deepspeed\.zero_optimization\.zero_quantized_gradients needs a GPU"):
+        check_operations(tiny_config(zero={"stage": 3}, deepspeed=section))
 
 
 def test_requests_that_cannot_be_met_end_with_2(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:

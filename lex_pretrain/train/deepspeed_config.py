@@ -18,7 +18,13 @@ OWNED_KEYS = {
     "scheduler": "the schedule section",
     "zero_optimization.stage": "zero.stage",
     "zero_optimization.offload_optimizer": "zero.offload_optimizer",
+    "zero_optimization.offload_param": "zero.offload_parameters",
 }
+
+# ZeRO++ (arXiv 2306.10209): its keys in `zero_optimization` with the values that leave it off.
+PARTITIONS_KEY = "zero_hpz_partition_size"
+QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
+ZERO_PLUS_PLUS_OFF: dict[str, int] = {PARTITIONS_KEY: 1, **dict.fromkeys(QUANTIZED_KEYS, False)}
 
 
 def micro_batch_size(config: Config, world_size: int) -> int:
@@ -56,6 +62,8 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
     zero: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": config.zero.overlap_comm}
     if config.zero.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if config.zero.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     derived: dict[str, Any] = {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
@@ -79,9 +87,29 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
         for key, instead in OWNED_KEYS.items()
         if _has(config.deepspeed, key)
     ]
+    faults += _zero_plus_plus_faults(config, world_size)
     if faults:
         raise RequestError("\n".join(faults))
     return _merge(derived, config.deepspeed)
+
+
+def _zero_plus_plus_faults(config: Config, world_size: int) -> list[str]:
+    """Why the ZeRO++ keys of a user's section cannot be met, where DeepSpeed would ignore them or fail late."""
+    section = config.deepspeed.get("zero_optimization") or {}
+    faults = [
+        f"deepspeed.zero_optimization.{key} needs zero.stage 3, not {config.zero.stage}: it is about how partitioned "
+        "parameters are gathered and their gradients reduced"
+        for key, off in ZERO_PLUS_PLUS_OFF.items()
+        if section.get(key, off) != off and config.zero.stage != 3
+    ]
+    size = section.get(PARTITIONS_KEY, 1)
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        faults.append(
+            f"deepspeed.zero_optimization.{PARTITIONS_KEY} {size} does not divide {world_size} processes; "
+            f"sizes that fit: {', '.join(map(str, fitting))} (the number of GPUs of a host is meant)"
+        )
+    return faults
 
 
 def _has(section: dict[str, Any], dotted_key: str) -> bool:

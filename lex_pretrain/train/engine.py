@@ -6,13 +6,29 @@ import torch
 
 from lex_pretrain.config import Config
 from lex_pretrain.data.order import derive_key
+from lex_pretrain.errors import RequestError
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.init import initialize
 from lex_pretrain.ranks import Ranks
-from lex_pretrain.train.deepspeed_config import make_deepspeed_config, trains_without_deepspeed_optimizer
+from lex_pretrain.train.deepspeed_config import (
+    QUANTIZED_KEYS,
+    make_deepspeed_config,
+    trains_without_deepspeed_optimizer,
+)
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.finite import CheckedAdamW
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
+
+
+def check_operations(config: Config) -> None:
+    """Raises RequestError when DeepSpeed has an operation that the config asks for on GPUs only."""
+    section = config.deepspeed.get("zero_optimization") or {}
+    if torch.cuda.is_available():
+        return
+    if quantized := [key for key in QUANTIZED_KEYS if section.get(key)]:
+        raise RequestError(
+            f"deepspeed.zero_optimization.{quantized[0]} needs a GPU: DeepSpeed quantises messages on no CPU; remove it"
+        )
 
 
 def make_engine(config: Config, ranks: Ranks, load_universal: bool, eod_id: int) -> tuple[Decoder, Any]:

@@ -185,9 +185,7 @@ def sent_bytes_per_step(settings: Settings, stage: int) -> int:
 
 
 def _configured(config: Config) -> Placement:
-    raw = config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}
-    offloads = config.zero.stage == 3 and raw.get("device", "none") != "none"
-    return Placement(config.zero.stage, config.zero.offload_optimizer, offloads)
+    return Placement(config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters)
 
 
 def _num_checkpoints_kept(config: Config) -> int:

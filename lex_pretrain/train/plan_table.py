@@ -74,7 +74,7 @@ def _notes(plan: Plan) -> list[str]:
         row = plan.placements[plan.cheapest_that_fits]
         keys = f"zero.stage={row.zero_stage} zero.offload_optimizer={str(row.offload_optimizer).lower()}"
         if row.offload_parameters:
-            keys += " deepspeed.zero_optimization.offload_param.device=cpu"
+            keys += " zero.offload_parameters=true"
         notes.append(f"Cheapest that fits {limit}: {keys}")
     return notes
 

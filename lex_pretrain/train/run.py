@@ -22,6 +22,7 @@ from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints
 from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.engine import check_operations
 from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.health import next_sample, remember, trouble
 from lex_pretrain.train.resume import check_same_run, find_start
@@ -50,6 +51,7 @@ def train(
     Raises StoppedError after a stop signal, once a checkpoint is saved.
     """
     check_precision(config.train.precision)
+    check_operations(config)
     stop = StopRequest()
     ranks = init_distributed()
     with held_run_folder(Path(config.run.output_dir), ranks):
