@@ -223,9 +223,14 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW; the defaults are the paper's."""
+    """AdamW, whose defaults are the paper's, or Muon for the hidden matrices with AdamW for everything else."""
 
-    learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="optimizer; muon is for the layers' matrices, beside adamw for all other weights"
+    )
+    learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate of adamw")
+    muon_learning_rate: float = Field(default=0.02, gt=0, description="peak learning rate of muon's matrices")
+    muon_momentum: Fraction = Field(default=0.95, description="decay of muon's momentum")
     beta1: Fraction = Field(default=0.9, description="decay of the first moment")
     beta2: Fraction = Field(default=0.98, description="decay of the second moment")
     epsilon: float = Field(default=1e-6, gt=0, description="added to the denominator")
@@ -315,6 +320,13 @@ class Config(Section):
             faults.append(
                 "train.precision bf16 needs zero.stage 1 to 3: without ZeRO, DeepSpeed trains bf16 weights directly "
                 "and keeps no float32 ones, which small updates need"
+            )
+        if self.optimizer.name == "muon" and (
+            (self.zero.stage, self.train.precision) != (1, "bf16") or self.zero.offload_optimizer
+        ):
+            faults.append(
+                "optimizer.name muon needs zero.stage 1, train.precision bf16 and zero.offload_optimizer false: "
+                "elsewhere DeepSpeed clips muon's finished updates, and not the gradients"
             )
         if self.zero.offload_parameters and self.zero.stage != 3:
             faults.append(

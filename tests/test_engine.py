@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
@@ -112,3 +113,46 @@ def test_offloaded_parameters_train_as_those_on_the_device(
     resumed = program(*command, "--resume", "3")
     assert resumed.returncode == 0, resumed.stderr
     assert [step["loss"] for step in read_steps(tmp_path / "offload-True" / "metrics.jsonl")] == losses[False]
+
+
+@pytest.mark.slow
+def test_muon_turns_the_hidden_matrices_and_resumes_bit_for_bit(
+    tiny_config: Callable[..., Config], program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # DeepSpeed compiles the update, which takes most of a minute and changes none of what is asserted here.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    rate = 0.2
+    config = tiny_config(
+        train={"num_steps": 4, "precision": "bf16"},
+        optimizer={"name": "muon", "muon_learning_rate": rate, "weight_decay": 0.0},
+        schedule={"warmup_steps": 0, "decay": "constant"},
+        checkpoint={"every_steps": 1, "keep_last": 4},
+        model={"tie_embeddings": False},
+    )
+    save_config(config, tmp_path / "config.yaml")
+    command = ["launch", "--num-processes", "2", "--", "train", "--config", tmp_path / "config.yaml"]
+    done = program(*command)
+    assert done.returncode == 0, done.stderr
+    before, after = (load_file(tmp_path / f"run/checkpoints/step-0000000{step}/model.safetensors") for step in (1, 2))
+    for name in before:
+        moved = after[name].float() - before[name].float()
+        if name.startswith("layers.") and moved.ndim == 2:
+            scale = rate * max(1.0, moved.shape[0] / moved.shape[1]) ** 0.5
+            # The Newton-Schulz iteration brings singular values near 1, but for the least of a gradient.
+            values = torch.linalg.svdvals(moved) / scale
+            assert values.median() > 0.6, name
+            assert values.max() < 1.5, name
+        else:
+            assert moved.abs().max() < 0.02, name  # AdamW at 0.003
+    whole = read_steps(tmp_path / "run" / "metrics.jsonl")
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    resumed = program(*command, "--resume", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    again = read_steps(tmp_path / "run" / "metrics.jsonl")
+    assert [step["loss"] for step in again] == [step["loss"] for step in whole]
+    checkpoints = [tmp_path / "run/checkpoints" / part for part in ("step-00000004", "abandoned-1/step-00000004")]
+    weights = [load_file(folder / "model.safetensors") for folder in checkpoints]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    alone = program("train", "--config", tmp_path / "config.yaml", "train.num_steps=5")
+    assert alone.returncode == 2
+    assert "does not convert muon's momentum" in alone.stderr

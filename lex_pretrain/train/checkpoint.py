@@ -218,7 +218,7 @@ class Checkpoints:
     def plan_load(self, checkpoint: Path, state: TrainState) -> LoadPlan:
         """Where this run's engine can load a verified checkpoint from, converted where its layout is another.
 
-        Raises RequestError where DeepSpeed has no conversion between the ZeRO stages.
+        Raises RequestError where DeepSpeed has no conversion between the ZeRO stages, or none of the optimizer's state.
         """
         here = self.config.zero.stage
         if here not in STAGES_ALIKE[state.zero_stage]:
@@ -228,6 +228,11 @@ class Checkpoints:
             )
         if here == 0 or (state.zero_stage, state.world_size) == (here, self.ranks.world_size):
             return LoadPlan(checkpoint, is_universal=False)
+        if self.config.optimizer.name == "muon":
+            raise RequestError(
+                f"{checkpoint} is of {state.world_size} processes, and this run has {self.ranks.world_size}; DeepSpeed "
+                "does not convert muon's momentum to another number of them (optimizer.name)"
+            )
         converted = self.folder / ".universal"
         if self.ranks.rank == 0:
             shutil.rmtree(converted, ignore_errors=True)

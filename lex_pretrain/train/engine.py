@@ -17,7 +17,7 @@ from lex_pretrain.train.deepspeed_config import (
 )
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.finite import CheckedAdamW
-from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
+from lex_pretrain.train.loss import NextTokenLoss, hidden_matrices, parameter_groups
 
 
 def check_operations(config: Config) -> None:
@@ -48,7 +48,16 @@ def make_engine(config: Config, ranks: Ranks, load_universal: bool, eod_id: int)
     if config.train.compile_layers:
         decoder.compile_layers()
     module = NextTokenLoss(decoder, config.train.z_loss, eod_id if config.train.separate_documents else None)
+    with quiet_deepspeed():
+        engine, *_ = deepspeed.initialize(model=module, optimizer=make_optimizer(config, module), config=settings)
+    return decoder, engine
+
+
+def make_optimizer(config: Config, module: NextTokenLoss) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed is given, over all parameters of `module`."""
     groups = parameter_groups(module, config.optimizer.weight_decay)
+    if config.optimizer.name == "muon":
+        return _make_muon(config, module, groups)
     optimizer_class: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True}
     if trains_without_deepspeed_optimizer(config):
@@ -58,13 +67,28 @@ def make_engine(config: Config, ranks: Ranks, load_universal: bool, eod_id: int)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer_class, options = DeepSpeedCPUAdam, {"adamw_mode": True}
-    optimizer = optimizer_class(
-        groups,
-        lr=config.optimizer.learning_rate,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.epsilon,
-        **options,
-    )
-    with quiet_deepspeed():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-    return decoder, engine
+    optimizer: torch.optim.Optimizer = optimizer_class(groups, **_adamw_settings(config), **options)
+    return optimizer
+
+
+def _adamw_settings(config: Config) -> dict[str, Any]:
+    settings = config.optimizer
+    return {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+
+
+def _make_muon(config: Config, module: NextTokenLoss, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon) with torch's AdamW for what is no hidden matrix."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    hidden = hidden_matrices(module.decoder)
+    for parameter in module.parameters():
+        parameter.use_muon = parameter in hidden  # type: ignore[attr-defined]
+    matrices = {"lr": config.optimizer.muon_learning_rate, "momentum": config.optimizer.muon_momentum}
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        for use_muon, settings in ((True, matrices), (False, _adamw_settings(config))):
+            parameters = [parameter for parameter in group["params"] if (parameter in hidden) == use_muon]
+            if parameters:
+                split.append({**settings, **group, "params": parameters, "use_muon": use_muon})
+    muon: torch.optim.Optimizer = MuonWithAuxAdam(split, torch.optim.AdamW, {"fused": True})
+    return muon

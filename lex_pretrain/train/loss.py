@@ -1,5 +1,7 @@
 """The training objective around a decoder, as one module for DeepSpeed to own."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -47,7 +49,12 @@ class NextTokenLoss(nn.Module):
         return loss
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+def hidden_matrices(decoder: Decoder) -> set[nn.Parameter]:
+    """The matrices of the layers: neither embeddings nor the output layer."""
+    return {parameter for parameter in decoder.layers.parameters() if parameter.ndim == 2}
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; norms, biases and embeddings do not. A tied output layer is an embedding."""
     embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     decayed: list[torch.nn.Parameter] = []
@@ -57,7 +64,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, o
         num_dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
         matrix = num_dimensions >= 2 and id(parameter) not in embeddings
         (decayed if matrix else undecayed).append(parameter)
-    groups: list[dict[str, object]] = [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]

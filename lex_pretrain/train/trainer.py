@@ -59,6 +59,7 @@ class Trainer:
         self.load_universal = load_universal
         eod_id = loader.datasets[0].manifest.tokenizer.eod_id
         self.decoder, self.engine = make_engine(config, ranks, load_universal, eod_id)
+        self._muon_ratio = config.optimizer.muon_learning_rate / config.optimizer.learning_rate
         self.watchdog = Watchdog(ranks, config.train.step_timeout_seconds)
         self.gradients = GradientWatch(self.engine.module)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
@@ -71,7 +72,7 @@ class Trainer:
         """
         rate = learning_rate(step, self.config)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * self._muon_ratio if group.get("use_muon") else rate
         self.engine.train()
         losses, gradients = [], []
         for micro_step in range(self.num_micro_steps):
