@@ -200,14 +200,23 @@ def plan(
     peak_tflops: Annotated[
         float, typer.Option(min=0.001, help="peak of one GPU in TFLOP/s; 989 is an H100's in bf16, 312 an A100's")
     ] = 989.0,
+    devices_per_host: Annotated[int, typer.Option(min=1, help="GPUs of one host")] = 8,
+    device_link: Annotated[
+        float, typer.Option(min=0.001, metavar="GB/S", help="GB/s that a GPU sends within its host; NVLink of an H100")
+    ] = 450.0,
+    network: Annotated[
+        float, typer.Option(min=0.001, metavar="GBIT/S", help="Gb/s that a host sends; 3200 is 8 cards of 400")
+    ] = 3200.0,
     json_output: Annotated[bool, typer.Option("--json", help="print the plan as JSON on stdout")] = False,
 ) -> None:
     """Memory by ZeRO stage, FLOPs, traffic, disk and days of a run, before it costs anything."""
     from lex_pretrain.config_io import load_config
     from lex_pretrain.train.plan import make_plan
     from lex_pretrain.train.plan_table import plan_table
+    from lex_pretrain.train.traffic import Links
 
-    made = make_plan(load_config(config, overrides or []), world_size, mfu, peak_tflops, gpu_memory)
+    links = Links(devices_per_host, device_link * 1e9, network * 1e9 / 8)
+    made = make_plan(load_config(config, overrides or []), world_size, mfu, peak_tflops, gpu_memory, links)
     if json_output:
         typer.echo(made.model_dump_json())
     else:

@@ -154,7 +154,8 @@ def test_zero_plus_plus_goes_through_and_conflicts_are_refused(tmp_path: Path) -
     raw = "deepspeed.zero_optimization"
     keys = [f"{raw}.zero_hpz_partition_size=2", f"{raw}.zero_quantized_weights=true"]
     keys += [f"{raw}.zero_quantized_gradients=true"]
-    offloaded = load_config(file, ["zero.stage=3", "zero.offload_parameters=true", *keys])
+    keys_of_run = ["train.precision=fp16", "zero.stage=3", "zero.offload_parameters=true", *keys]
+    offloaded = load_config(file, keys_of_run)
     assert make_deepspeed_config(offloaded, 4)["zero_optimization"] == {
         **{"stage": 3, "overlap_comm": True, "offload_param": {"device": "cpu", "pin_memory": True}},
         **{"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True},
@@ -164,6 +165,8 @@ def test_zero_plus_plus_goes_through_and_conflicts_are_refused(tmp_path: Path) -
     with pytest.raises(RequestError) as caught:
         make_deepspeed_config(load_config(file, ["zero.stage=2", *keys]), 4)
     assert all(f"{key.split('=')[0]} needs zero.stage 3, not 2" in str(caught.value) for key in keys)
+    with pytest.raises(RequestError, match=r"DeepSpeed 0\.19 reads them as fp16, and these are fp32"):
+        make_deepspeed_config(load_config(file, [*keys_of_run, "train.precision=bf16"]), 4)
     raw_offload = load_config(file, ["zero.stage=3", f"{raw}.offload_param.device=nvme"])
     with pytest.raises(RequestError, match=r"offload_param is derived from this config; set zero.offload_parameters"):
         make_deepspeed_config(raw_offload, 4)

@@ -39,7 +39,9 @@ def check(words: list[str]) -> None:
         if "=" in word and words[0] in ("train", "plan"):
             section, field = word.split("=")[0].split(".")[:2]
             assert section in Config.model_fields
-            assert field in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+            # What lies in the section `deepspeed` is DeepSpeed's.
+            if section != "deepspeed":
+                assert field in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
 
 
 def test_documents_show_the_main_commands() -> None:

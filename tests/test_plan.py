@@ -322,3 +322,30 @@ def test_planning_imports_neither_torch_nor_deepspeed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_messages_take_the_time_of_the_slowest_link_and_leave_an_efficiency(program: Program) -> None:
+    """What a host sends does not depend on its links; one host sends nothing; twice the network, half the time."""
+    run = ("--config", CONFIGS / "runs" / "lex-70b.yaml", "--gpu-memory", "80", "--world-size")
+    alone = run_plan(program, *run, "8")
+    assert {row.network_bytes_per_step for row in alone.placements} == {0}
+    many, faster = (run_plan(program, *run, "64", "--network", rate) for rate in ("800", "1600"))
+    for slow, fast in zip(many.placements, faster.placements, strict=True):
+        assert slow.network_bytes_per_step == fast.network_bytes_per_step > 0
+        assert slow.communication_seconds == pytest.approx(2 * fast.communication_seconds, rel=0.05)
+        waiting = many.step_seconds / (many.step_seconds + slow.communication_seconds)
+        assert slow.worst_efficiency == pytest.approx(waiting)
+        assert slow.worst_efficiency < slow.best_efficiency <= 1
+
+
+def test_a_second_copy_within_hosts_costs_memory_and_spares_the_network(program: Program) -> None:
+    """hpZ of ZeRO++ keeps 1 / 8 of the weights more, and gathers from all hosts once a step, not twice a
+    micro batch."""
+    run = ("--config", CONFIGS / "runs" / "lex-70b.yaml", "--world-size", "512", "--gpu-memory", "80", "zero.stage=3")
+    plain = run_plan(program, *run)
+    copied = run_plan(program, *run, "deepspeed.zero_optimization.zero_hpz_partition_size=8")
+    before, after = (next(row for row in plan.placements if row.name == "3") for plan in (plain, copied))
+    assert after.peak_bytes - before.peak_bytes == pytest.approx(2 * plain.num_parameters / 8, rel=0.01)
+    assert after.network_bytes_per_step < 0.6 * before.network_bytes_per_step
+    gradients = 4 * plain.num_parameters * plain.num_micro_steps
+    assert after.network_bytes_per_step > gradients * 511 / 512

@@ -10,8 +10,8 @@ import pytest
 
 from lex_pretrain.config import Config
 from lex_pretrain.train.memory import Placement, Settings, state_bytes
-from lex_pretrain.train.plan import sent_bytes_per_step
 from lex_pretrain.train.room import checkpoint_bytes
+from lex_pretrain.train.traffic import step_traffic
 
 ROOT = Path(__file__).parent.parent
 # Small buckets do not drown a small model, and its matrices are partitioned at stage 3, its biases not.
@@ -83,7 +83,8 @@ def test_a_plan_is_what_real_engines_hold_send_and_save(world_size: int, tmp_pat
         # Without float32 sums beside them, gradients of stage 2 are kept by whole tensors, of which one is cut.
         cut = 4 * settings.largest_tensor if (case["stage"], case["precision"]) == (2, "fp32") else 0
         assert 0.995 * held <= measured["held"] <= 1.005 * held + cut, case
-        assert measured["sent"] == pytest.approx(sent_bytes_per_step(settings, config.zero.stage), rel=0.005), case
+        traffic = step_traffic(settings, config.zero.stage, devices_per_host=8)
+        assert measured["sent"] == pytest.approx(traffic.sent_bytes, rel=0.005), case
         assert measured["on_disk"] == pytest.approx(checkpoint_bytes(config, config.zero.stage), rel=0.01), case
         if world_size > 1 and config.zero.stage == 3 and "zero" not in case:
             assert measured["gathered"] == pytest.approx(settings.most_live, rel=0.01)

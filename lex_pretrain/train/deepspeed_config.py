@@ -88,9 +88,17 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
         if _has(config.deepspeed, key)
     ]
     faults += _zero_plus_plus_faults(config, world_size)
+    merged = _merge(derived, config.deepspeed)
+    sent_as = merged.get("communication_data_type") or config.train.precision
+    if merged["zero_optimization"].get("zero_quantized_gradients") and sent_as != "fp16":
+        # Its kernel takes whatever it is given for float16 (ds_swizzle_quant in csrc/quantization/pt_binding.cpp).
+        faults.append(
+            f"deepspeed.zero_optimization.zero_quantized_gradients would send wrong gradients: DeepSpeed 0.19 reads "
+            f"them as fp16, and these are {sent_as}; leave it out, or set train.precision=fp16"
+        )
     if faults:
         raise RequestError("\n".join(faults))
-    return _merge(derived, config.deepspeed)
+    return merged
 
 
 def _zero_plus_plus_faults(config: Config, world_size: int) -> list[str]:

@@ -22,8 +22,9 @@ from lex_pretrain.train.deepspeed_config import make_deepspeed_config
 
 _FP32_BYTES = 4
 _MOMENTS_BYTES = 2 * _FP32_BYTES
-# DeepSpeed's own defaults, in elements: gradients reduced together, and those of stage 3.
+# DeepSpeed's own defaults, in elements: gradients reduced and weights gathered together, and those of stage 3.
 _REDUCE_BUCKET = 500_000_000
+_GATHER_BUCKET = 500_000_000
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
 _MAX_REUSE_DISTANCE = 1_000_000_000
@@ -59,7 +60,10 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a config makes DeepSpeed hold: bytes of an element by use, and limits in elements."""
+    """What a config makes DeepSpeed hold: bytes of an element by use, and limits in elements.
+
+    `secondary_group` processes share ZeRO++'s second copy of the weights; 1 is none.
+    """
 
     tensors: list[ParameterTensor]
     world_size: int
@@ -74,6 +78,10 @@ class Settings:
     max_live: int
     max_reuse_distance: int
     sub_group: int
+    gather_bucket: int
+    secondary_group: int
+    quantizes_weights: bool
+    quantizes_gradients: bool
 
     @staticmethod
     def of(config: Config, world_size: int) -> "Settings":
@@ -95,6 +103,10 @@ class Settings:
             max_live=int(zero.get("stage3_max_live_parameters", _MAX_LIVE)),
             max_reuse_distance=int(zero.get("stage3_max_reuse_distance", _MAX_REUSE_DISTANCE)),
             sub_group=int(zero.get("sub_group_size", _SUB_GROUP)),
+            gather_bucket=int(zero.get("allgather_bucket_size", _GATHER_BUCKET)),
+            secondary_group=min(world_size, int(zero.get("zero_hpz_partition_size", 1))),
+            quantizes_weights=bool(zero.get("zero_quantized_weights", False)),
+            quantizes_gradients=bool(zero.get("zero_quantized_gradients", False)),
         )
 
     @property
@@ -122,10 +134,30 @@ class Settings:
         return sum(-(-tensor.num_elements // self.world_size) * tensor.num_tensors for tensor in self.tensors)
 
     @property
+    def persistent_tensors(self) -> list[ParameterTensor]:
+        """The small tensors that every process keeps whole at stage 3."""
+        return [tensor for tensor in self.tensors if tensor.num_elements <= self.persistence_threshold]
+
+    @property
     def persistent(self) -> int:
-        """Elements of the small tensors that every process keeps whole at stage 3."""
-        small = (tensor for tensor in self.tensors if tensor.num_elements <= self.persistence_threshold)
-        return sum(tensor.num_elements * tensor.num_tensors for tensor in small)
+        """Elements of all of them."""
+        return sum(tensor.num_elements * tensor.num_tensors for tensor in self.persistent_tensors)
+
+    @property
+    def secondary_partition(self) -> int:
+        """Elements of ZeRO++'s second copy of the large tensors that one process keeps during a step at stage 3."""
+        if self.secondary_group == 1:
+            return 0
+        return -(-(self.num_parameters - self.persistent) // self.secondary_group)
+
+    @property
+    def quantized_gradients(self) -> int:
+        """Elements of the matrices whose gradients ZeRO++ can send in four bits: in two equal parts a process."""
+        if not self.quantizes_gradients:
+            return 0
+        matrices = (tensor for tensor in self.tensors if len(tensor.shape) > 1)
+        fitting = (tensor for tensor in matrices if tensor.num_elements % (2 * self.world_size) == 0)
+        return sum(tensor.num_elements * tensor.num_tensors for tensor in fitting)
 
     @property
     def most_live(self) -> int:
@@ -214,6 +246,7 @@ def _partitioned_parameters(settings: Settings, placement: Placement) -> StateBy
     # A process alone uses its partitions as they are, unless they must come from the host.
     gathers = settings.world_size > 1 or placement.offload_parameters
     weights, persistent = element * own, element * settings.persistent if gathers else 0
+    persistent += element * settings.secondary_partition
     buffers = element * (settings.reduce_bucket + (settings.most_live if gathers else 0))
     if not placement.offload_optimizer:
         step = _FP32_BYTES * min(own, settings.sub_group)

@@ -16,6 +16,7 @@ from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.train.deepspeed_config import micro_batch_size
 from lex_pretrain.train.memory import Placement, Settings, state_bytes
 from lex_pretrain.train.room import checkpoint_bytes
+from lex_pretrain.train.traffic import Links, step_traffic
 
 # Every placement, from the cheapest to run to the dearest as long as messages cost the same.
 PLACEMENTS = (
@@ -25,6 +26,8 @@ PLACEMENTS = (
 )
 # Of a GPU's memory; the rest is for CUDA, NCCL and fragmentation, which no formula here counts.
 USABLE_SHARE = 0.9
+# Eight H100s a host: NVLink's 450 GB/s in one direction, and a network card of 400 Gb/s each.
+DEFAULT_LINKS = Links(devices_per_host=8, device_bytes_per_second=450e9, network_bytes_per_second=400e9)
 _SECONDS_PER_DAY = 86_400
 
 
@@ -33,7 +36,11 @@ class Record(BaseModel):
 
 
 class PlacementPlan(Record):
-    """Bytes of one process at its peak, and what it sends in one optimizer step."""
+    """Bytes of one process at its peak, what it sends in one optimizer step, and what its host sends to others.
+
+    `communication_seconds` is the time of that alone. Efficiency is the share of a step that is computation: `best` if
+    messages travel while devices compute, `worst` if these wait for them.
+    """
 
     zero_stage: int
     offload_optimizer: bool
@@ -45,6 +52,10 @@ class PlacementPlan(Record):
     peak_bytes: int
     host_bytes: int
     sent_bytes_per_step: int
+    network_bytes_per_step: int
+    communication_seconds: float
+    best_efficiency: float
+    worst_efficiency: float
     checkpoint_bytes: int
     is_configured: bool
     fits: bool | None
@@ -80,7 +91,14 @@ class Plan(Record):
     placements: tuple[PlacementPlan, ...]
 
 
-def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, gpu_memory_gib: float | None) -> Plan:
+def make_plan(
+    config: Config,
+    world_size: int,
+    mfu: float,
+    peak_tflops: float,
+    gpu_memory_gib: float | None,
+    links: Links = DEFAULT_LINKS,
+) -> Plan:
     """Plan `config` on `world_size` processes of one device each.
 
     `mfu` is the share of `peak_tflops` (10^12 operations a second of one device) that the model's own operations
@@ -94,6 +112,9 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
     activations = activation_bytes(config, micro).peak
     gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
     configured = _configured(config)
+    tokens_per_step = config.tokens_per_step
+    flops_per_step = training_flops_per_token(config.model) * tokens_per_step
+    step_seconds = flops_per_step / (world_size * peak_tflops * 1e12 * mfu)
     placements = []
     for placement in dict.fromkeys((*PLACEMENTS, configured)):
         if placement.stage == 0 and config.train.precision == "bf16":
@@ -101,6 +122,8 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
         states = state_bytes(settings, placement)
         held = states.weights + states.gradients + states.optimizer
         peak = held + max(states.buffers + activations, states.step)
+        traffic = step_traffic(settings, placement.stage, links.devices_per_host)
+        communication = traffic.seconds(world_size, links)
         placements.append(
             PlacementPlan(
                 zero_stage=placement.stage,
@@ -112,15 +135,16 @@ def make_plan(config: Config, world_size: int, mfu: float, peak_tflops: float, g
                 buffers_bytes=states.buffers,
                 peak_bytes=peak,
                 host_bytes=states.host,
-                sent_bytes_per_step=sent_bytes_per_step(settings, placement.stage),
+                sent_bytes_per_step=traffic.sent_bytes,
+                network_bytes_per_step=traffic.network_bytes(world_size, links),
+                communication_seconds=communication,
+                best_efficiency=step_seconds / max(step_seconds, communication),
+                worst_efficiency=step_seconds / (step_seconds + communication),
                 checkpoint_bytes=checkpoint_bytes(config, placement.stage),
                 is_configured=placement == configured,
                 fits=None if gpu_memory is None else peak <= USABLE_SHARE * gpu_memory,
             )
         )
-    tokens_per_step = config.tokens_per_step
-    flops_per_step = training_flops_per_token(config.model) * tokens_per_step
-    step_seconds = flops_per_step / (world_size * peak_tflops * 1e12 * mfu)
     return Plan(
         num_parameters=settings.num_parameters,
         world_size=world_size,
@@ -157,31 +181,6 @@ def with_vocabulary(config: Config) -> Config:
             "Name it to plan without data, for example model.vocab_size=32000"
         ) from error
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
-
-
-def sent_bytes_per_step(settings: Settings, stage: int) -> int:
-    """Bytes that one process sends in an optimizer step, with ring algorithms: an all-gather or a reduce-scatter of S
-    bytes sends S (N - 1) / N of N processes, an all-reduce twice that.
-
-    The ZeRO paper (arXiv 1910.02054, section 7) needs 2 messages of all parameters at stages 1 and 2, and 3 at stage
-    3, for one pass. DeepSpeed 0.19 sends more: at stages 1 and 2 gradients are all-reduced (2) before the updated
-    weights are gathered (1), and stages 2 and 3 repeat all but the latter for every micro batch.
-    """
-    number, micro_steps = settings.num_parameters, settings.num_micro_steps
-    gradients, weights = settings.message_bytes * number, settings.weight_bytes * number
-    match stage:
-        case 0:
-            messages = 2 * gradients
-        case 1:
-            messages = 2 * gradients + weights
-        case 2:
-            messages = 2 * gradients * micro_steps + weights
-        case _:
-            # Each pass gathers the weights forward and backward, but for the last layers, which are still there.
-            kept = min(settings.most_live, settings.max_reuse_distance // 2)
-            gathered = settings.weight_bytes * (2 * (number - settings.persistent) - kept)
-            messages = (gathered + gradients) * micro_steps
-    return messages * (settings.world_size - 1) // settings.world_size
 
 
 def _configured(config: Config) -> Placement:

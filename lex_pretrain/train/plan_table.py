@@ -9,7 +9,8 @@ from lex_pretrain.train.plan import Plan
 
 def plan_table(plan: Plan) -> RenderableType:
     """What holds for every placement, a row for each placement, and how to read both."""
-    return Group(_facts(plan), _placements(plan), *_notes(plan))
+    traffic = [_traffic(plan)] if plan.world_size > 1 else []
+    return Group(_facts(plan), _placements(plan), *_notes(plan), *traffic)
 
 
 def _facts(plan: Plan) -> Table:
@@ -52,6 +53,25 @@ def _placements(plan: Plan) -> Table:
         fits = "cheapest" if index == plan.cheapest_that_fits else "yes" if row.fits else "no"
         cells = [row.name + (" *" if row.is_configured else ""), *map(_gib, sizes)]
         table.add_row(*cells, *([] if row.fits is None else [fits]))
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    header = ["ZeRO", "sent", "by a host", "seconds", "efficiency"]
+    table = Table(
+        *header,
+        box=SIMPLE_HEAD,
+        title=f"Messages of a step: GiB, time beside {plan.step_seconds:.3g} s of computing",
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in plan.placements:
+        if not row.offload_optimizer and not row.offload_parameters:
+            sizes = _gib(row.sent_bytes_per_step), _gib(row.network_bytes_per_step)
+            efficiency = f"{row.worst_efficiency:.0%} to {row.best_efficiency:.0%}"
+            name = row.name + (" *" if row.is_configured else "")
+            table.add_row(name, *sizes, f"{row.communication_seconds:.3g}", efficiency)
     return table
 
 
