@@ -252,7 +252,8 @@ def test_a_killed_process_is_named_and_the_job_goes_on(
     program: Program, tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """kill -9 of one rank, on one host: the job starts again from its checkpoint and ends with all steps."""
-    config = tiny_config(train={"num_steps": 40}, checkpoint={"every_steps": 5})
+    # Long enough to be still under way when a busy machine comes round to the kill.
+    config = tiny_config(train={"num_steps": 300}, checkpoint={"every_steps": 10})
     save_config(config, tmp_path / "run.yaml")
     launch = ["launch", "--num-processes", "2", "--max-restarts", "1", "--", "train", "--config", "run.yaml"]
     process = subprocess.Popen(
@@ -273,5 +274,7 @@ def test_a_killed_process_is_named_and_the_job_goes_on(
     assert "was ended by SIGKILL" in stderr
     assert "restart 1 of 1" in stderr
     records = read_records(metrics)
-    assert [record["step"] for record in records if record.get("event") == "resumed"] == [10]
-    assert len(read_steps(metrics)) == 40
+    (resumed,) = (record["step"] for record in records if record.get("event") == "resumed")
+    assert resumed >= 10
+    assert resumed % 10 == 0
+    assert [step["step"] for step in read_steps(metrics)] == list(range(1, 301))

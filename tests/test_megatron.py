@@ -128,7 +128,8 @@ def test_the_files_of_wide_ids_are_int32(tmp_path: Path, dataset: Path) -> None:
     manifest = Manifest.load(dataset)
     wide = tmp_path / "wide"
     wide.mkdir()
-    value = manifest.model_copy(update={"dtype": "uint32", "shards": manifest.shards[:1]})
+    tokenizer = manifest.tokenizer.model_copy(update={"vocab_size": 70_000 + manifest.tokenizer.vocab_size})
+    value = manifest.model_copy(update={"dtype": "uint32", "shards": manifest.shards[:1], "tokenizer": tokenizer})
     stem = manifest.shards[0].stem
     tokens = np.load(dataset / f"{stem}.tokens.npy")
     np.save(wide / f"{stem}.tokens.npy", tokens.astype(np.uint32) + 70_000)

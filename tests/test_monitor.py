@@ -1,6 +1,7 @@
 """What a run reports: wandb's own offline files hold every step once, and its faults never stop a run."""
 
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def test_a_resumed_run_goes_on_in_wandb_with_each_step_once(
         first.step(metrics(step))
     first.event("validation", step=8, loss=4.0)
     first.close()
+    # wandb names the folder of a start by its second.
+    time.sleep(1)
     second = Monitor(config, tmp_path, enabled=True, first_step=4, wandb_run_id=first.wandb_run_id)
     for step in range(5, 13):
         second.step(metrics(step))
