@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -19,6 +20,9 @@ from launch.memory_kills import count_memory_kills, kernel_message
 from launch.rank import PASSED_ON_SIGNALS
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, logger
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 def run() -> int:
@@ -39,7 +43,7 @@ def run() -> int:
             # Those that are left to torchrun end the processes at once.
             main(["--log-dir", folder, "--signals-to-handle", "SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error)
         configure_logging(debug=False)
         if failure.exitcode < 0:
             logger.error("error: rank %d (process %d) was ended by %s", rank, failure.pid, failure.signal_name())
@@ -50,6 +54,16 @@ def run() -> int:
             logger.error("error: rank %d (process %d) ended with %d", rank, failure.pid, failure.exitcode)
         return failure.exitcode
     return 0
+
+
+def first_failure(error: "ChildFailedError") -> tuple[int, "ProcessFailure"]:
+    """Rank and end of the process that failed first.
+
+    torchrun looks ten times a second, and by then those that lost their connection to a killed process may have ended
+    too. So a process that a signal ended comes first, unless the signal is the one by which torchrun ends the others.
+    """
+    killed = [item for item in error.failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+    return killed[0] if killed else error.get_first_failure()
 
 
 def _signals() -> int:

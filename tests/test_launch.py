@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch.attempt import Outcome
 from launch.commands import (
@@ -28,6 +29,7 @@ from launch.hostfile import read_hostfile, select_hosts
 from launch.rank import RankTask
 from launch.run import without_resume
 from launch.supervise import Patience, largest_that_fits, supervise
+from launch.torchrun import first_failure
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.errors import JobError, RequestError
@@ -247,13 +249,23 @@ def test_a_restart_goes_on_instead_of_going_back_again() -> None:
     assert without_resume(["train", "--resume=4", "--config", "run.yaml"]) == ["train", "--config", "run.yaml"]
 
 
+def test_a_killed_process_comes_before_those_that_it_took_along() -> None:
+    """torchrun finds both ended at one look, and takes the first rank for the first to fail."""
+
+    def ended(rank: int, exit_code: int) -> ProcessFailure:
+        return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exit_code, error_file="none")
+
+    for codes, expected in (((1, -9, -15), 1), ((1, 1, -15), 0), ((3, -11, 1), 1)):
+        failures = {rank: ended(rank, code) for rank, code in enumerate(codes)}
+        assert first_failure(ChildFailedError("train", failures))[0] == expected
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_job_goes_on(
     program: Program, tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """kill -9 of one rank, on one host: the job starts again from its checkpoint and ends with all steps."""
-    # Long enough to be still under way when a busy machine comes round to the kill.
-    config = tiny_config(train={"num_steps": 300}, checkpoint={"every_steps": 10})
+    config = tiny_config(train={"num_steps": 60}, checkpoint={"every_steps": 10})
     save_config(config, tmp_path / "run.yaml")
     launch = ["launch", "--num-processes", "2", "--max-restarts", "1", "--", "train", "--config", "run.yaml"]
     process = subprocess.Popen(
@@ -277,4 +289,4 @@ def test_a_killed_process_is_named_and_the_job_goes_on(
     (resumed,) = (record["step"] for record in records if record.get("event") == "resumed")
     assert resumed >= 10
     assert resumed % 10 == 0
-    assert [step["step"] for step in read_steps(metrics)] == list(range(1, 301))
+    assert [step["step"] for step in read_steps(metrics)] == list(range(1, 61))
