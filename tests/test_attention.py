@@ -284,8 +284,8 @@ def test_runs_of_queries_join_exactly() -> None:
 
 def test_full_causal_in_float16_neither_overflows_nor_strays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float16, which holds the scores on CUDA, ends at 65,504: the scale of xPos alone passes it 9 bases from a
-    centre, and falls below its smallest number 14 bases from it. Large
-    vectors and a small base make it happen within 400 tokens."""
+    centre, and falls below its smallest number 14 bases from it. Large vectors and a small
+    base make it happen within 400 tokens."""
     monkeypatch.setattr(CausalAttend, "_score_dtype", lambda _, x: x.dtype)
     num_tokens, config = 400, model_section(num_layers=1, hidden_size=8, num_heads=1, xpos_scale_base=4.0)
     torch.manual_seed(0)
