@@ -60,10 +60,16 @@ def first_failure(error: "ChildFailedError") -> tuple[int, "ProcessFailure"]:
     """Rank and end of the process that failed first.
 
     torchrun looks ten times a second, and by then those that lost their connection to a killed process may have ended
-    too. So a process that a signal ended comes first, unless the signal is the one by which torchrun ends the others.
+    too. So a process that a signal ended comes first, unless it is torchrun that ended it: by SIGTERM, or, where it did
+    not heed that within half a minute, by SIGKILL.
     """
-    killed = [item for item in error.failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
-    return killed[0] if killed else error.get_first_failure()
+    rank, first = error.get_first_failure()
+    for other, failure in error.failures.items():
+        # Times are whole seconds.
+        at_once = failure.timestamp <= first.timestamp + 1
+        if at_once and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return other, failure
+    return rank, first
 
 
 def _signals() -> int:

@@ -258,6 +258,9 @@ def test_a_killed_process_comes_before_those_that_it_took_along() -> None:
     for codes, expected in (((1, -9, -15), 1), ((1, 1, -15), 0), ((3, -11, 1), 1)):
         failures = {rank: ended(rank, code) for rank, code in enumerate(codes)}
         assert first_failure(ChildFailedError("train", failures))[0] == expected
+    failures = {0: ended(0, 1), 1: ended(1, -9)}
+    failures[1].timestamp += 30  # the others did not end when told to
+    assert first_failure(ChildFailedError("train", failures))[0] == 0
 
 
 @pytest.mark.slow
