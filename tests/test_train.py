@@ -215,34 +215,29 @@ def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, pr
     assert never.returncode == 2
     stage_0 = program("train", "--config", file, "train.num_steps=9", "zero.stage=0")
     assert stage_0.returncode == 2
-    assert "to stage 1 or 2 only" in stage_0.stderr
+    assert "between the stages 1, 2 and 3 only: set zero.stage=1" in stage_0.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "stages"), [("bf16", (1, 2, 1)), ("fp32", (3, 3, 3))])
 def test_other_numbers_of_processes_and_stages_go_on_unasked(
-    tiny_config: MakeConfig, program: Program, tmp_path: Path, precision: str, stages: tuple[int, ...]
+    tiny_config: MakeConfig, program: Program, tmp_path: Path
 ) -> None:
-    """With 2, then 1, then 3 processes: the same samples, and losses within 1e-3 of the uninterrupted run."""
+    """The same samples, and in float32 losses within 1e-4 of the uninterrupted run, wherever it goes on."""
     sections: dict[str, Any] = {
-        "train": {"num_steps": 9, "global_batch_size": 12, "precision": precision},
+        "train": {"num_steps": 12, "global_batch_size": 12, "precision": "fp32"},
         # A decay would follow num_steps, which differs between the parts.
         "schedule": {"decay": "constant"},
     }
     whole = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "whole")}), tmp_path / "whole.yaml")
-    assert (
-        program(
-            "launch", "--num-processes", "2", "--", "train", "--config", whole, f"zero.stage={stages[0]}"
-        ).returncode
-        == 0
-    )
+    done = program("train", "--config", whole)
+    assert done.returncode == 0, done.stderr
     moved = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "moved")}), tmp_path / "moved.yaml")
-    for num_processes, stage, num_steps in zip((2, 1, 3), stages, (3, 6, 9), strict=True):
+    for num_processes, stage, num_steps in ((2, 1, 3), (1, 3, 6), (3, 3, 9), (2, 2, 12)):
         launch = ["launch", "--num-processes", str(num_processes), "--", "train", "--config", moved]
         done = program(*launch, f"zero.stage={stage}", f"train.num_steps={num_steps}")
         assert done.returncode == 0, done.stderr
-        assert ("converting step-" in done.stderr) == (num_processes != 2 and stage > 0)
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
+        assert ("converting step-" in done.stderr) == (num_steps > 3)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
     samples = [[step["samples"] for step in read_steps(tmp_path / run / "metrics.jsonl")] for run in ("whole", "moved")]
     assert samples[0] == samples[1]
 

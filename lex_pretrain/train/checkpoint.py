@@ -30,7 +30,7 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
-from lex_pretrain.train.conversion import STAGES_ALIKE, convert_to_universal, optimizer_kept_apart
+from lex_pretrain.train.conversion import convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
 from lex_pretrain.train.room import checkpoint_bytes, lack_of_room
@@ -221,10 +221,11 @@ class Checkpoints:
         Raises RequestError where DeepSpeed has no conversion between the ZeRO stages, or none of the optimizer's state.
         """
         here = self.config.zero.stage
-        if here not in STAGES_ALIKE[state.zero_stage]:
+        # At stage 0 every process holds everything, and DeepSpeed has no universal form of that.
+        if (here == 0) != (state.zero_stage == 0):
             raise RequestError(
                 f"{checkpoint} was saved at ZeRO stage {state.zero_stage}, and this run has stage {here}; DeepSpeed "
-                f"converts that checkpoint to stage {' or '.join(map(str, STAGES_ALIKE[state.zero_stage]))} only"
+                f"converts between the stages 1, 2 and 3 only: set zero.stage={state.zero_stage}"
             )
         if here == 0 or (state.zero_stage, state.world_size) == (here, self.ranks.world_size):
             return LoadPlan(checkpoint, is_universal=False)
@@ -237,7 +238,7 @@ class Checkpoints:
         if self.ranks.rank == 0:
             shutil.rmtree(converted, ignore_errors=True)
             converted.mkdir()
-            convert_to_universal(checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG)
+            convert_to_universal(checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG, state.zero_stage, here)
         torch.distributed.barrier()
         return LoadPlan(converted, is_universal=True)
 
