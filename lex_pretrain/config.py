@@ -282,6 +282,10 @@ class CheckpointSection(Section):
     keep_every_steps: PositiveInt | None = Field(
         default=None, description="checkpoints at multiples of this step are kept for good; null = none"
     )
+    in_background: bool = Field(
+        default=True,
+        description="train on while a copy in memory is written; false waits for each, and needs no memory for a copy",
+    )
 
 
 class MonitorSection(Section):

@@ -182,7 +182,8 @@ def _config(output_dir: Path, data: Path, position: str, precision: str, num_ste
             "optimizer": {"learning_rate": 4e-3, "weight_decay": 0.05},
             "schedule": {"warmup_steps": max(1, min(40, num_steps // 10))},
             "zero": {"stage": 1},
-            "checkpoint": {"every_steps": max(1, num_steps // 2)},
+            # Steps of milliseconds would be over before a checkpoint in the background is on the disk.
+            "checkpoint": {"every_steps": max(1, num_steps // 2), "in_background": False},
             "monitor": {"log_every_steps": 50, "wandb_mode": "disabled"},
         }
     )

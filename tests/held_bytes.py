@@ -102,7 +102,10 @@ def measure(config: Config, ranks: Ranks, folder: Path, sent: "Counter[str]") ->
     sent_bytes = sent.total()
     (folder / "tokenizer.model").touch()
     checkpoints = Checkpoints(config, ranks, folder / "tokenizer.model")
-    saved = checkpoints.save(engine, decoder, TrainState(2, 2, 2, ranks.world_size, config.zero.stage, "none"))
+    checkpoints.begin_save(engine, decoder, TrainState(2, 2, 2, ranks.world_size, config.zero.stage, "none"))
+    finished = checkpoints.finish_save()
+    assert finished is not None
+    _, saved = finished
     on_disk = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
     for hook in hooks:
         hook.remove()

@@ -2,8 +2,7 @@
 
     python -m tests.killed_saves CONFIG NUM_KILLS
 
-Forks the training from a process that has imported everything, so that a start takes a second. Prints a JSON list of
-what stood on the disk at each kill.
+Prints a JSON list of what stood on the disk at each kill.
 """
 
 import json
@@ -14,11 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-import deepspeed  # noqa: F401
-
 from lex_pretrain.config_io import load_config
 from lex_pretrain.monitor.metrics import read_records, read_steps
-from lex_pretrain.train.run import train
+from tests.forked_runs import start
 
 DEADLINE_SECONDS = 60
 
@@ -31,10 +28,7 @@ def main() -> None:
     found = []
     for _ in range(num_kills):
         num_events = len(read_records(metrics)) if metrics.is_file() else 0
-        child = os.fork()
-        if child == 0:
-            train(config)
-            os._exit(0)
+        (child,) = start(config, num_processes=1)
         wait_for_a_save(checkpoints, metrics, num_events)
         time.sleep(generator.uniform(0, 0.08))
         os.kill(child, signal.SIGKILL)

@@ -169,7 +169,7 @@ def test_the_pods_train_together_and_one_that_is_lost_comes_back(pods: PodsHere)
     assert len(steps(pods)) == 60
     records = read_records(pods.folder / "run" / "metrics.jsonl")
     (resumed,) = [record["step"] for record in records if record.get("event") == "resumed"]
-    assert resumed >= 10
+    assert resumed >= 5
     assert resumed % 5 == 0
     assert "2 processes" in pods.logs[0] + pods.logs[1]
 

@@ -292,21 +292,25 @@ def test_a_stopped_process_is_named_by_the_others(tiny_config: MakeConfig, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_background", [False, True])
 def test_kills_at_random_moments_of_a_save_never_cost_more_than_the_steps_since_the_last(
-    tiny_config: MakeConfig, tmp_path: Path
+    tiny_config: MakeConfig, tmp_path: Path, in_background: bool
 ) -> None:
-    """30 times kill -9: each start goes on from the newest checkpoint, which no kill leaves broken."""
-    config = tiny_config(train={"num_steps": 100_000}, checkpoint={"every_steps": 2, "keep_last": 1})
-    save_config(config, tmp_path / "run.yaml")
-    command = [sys.executable, "-m", "tests.killed_saves", str(tmp_path / "run.yaml"), "30"]
+    """15 times kill -9: each start goes on from the newest checkpoint, which no kill leaves broken.
+
+    In the background one may still be written when the next is due, which then waits for it.
+    """
+    checkpoint = {"every_steps": 2, "keep_last": 1, "in_background": in_background}
+    save_config(tiny_config(train={"num_steps": 100_000}, checkpoint=checkpoint), tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "tests.killed_saves", str(tmp_path / "run.yaml"), "15"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     kills = json.loads(done.stdout.splitlines()[-1])
-    assert len(kills) == 30
+    assert len(kills) == 15
     assert all(kill["killed"] for kill in kills)
-    assert all(kill["last_step"] - kill["newest"] <= 2 for kill in kills)
+    assert all(kill["last_step"] - kill["newest"] <= (4 if in_background else 2) for kill in kills)
     for before, after in itertools.pairwise(kills):
         assert after["resumed"] == [before["newest"]]
     assert "broken" not in done.stderr
     # The kills did hit saves.
-    assert sum(bool(kill["unfinished"]) for kill in kills) >= 10
+    assert sum(bool(kill["unfinished"]) for kill in kills) >= 5

@@ -1,6 +1,7 @@
 """Training: stopping anywhere and going on with the same losses, checkpoints that break, runs that do not fit."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from lex_pretrain.train.engine import check_operations
 from tests.conftest import Program
 
 MakeConfig = Callable[..., Config]
+ROOT = Path(__file__).parent.parent
 
 
 def write(config: Config, file: Path) -> Path:
@@ -36,39 +38,49 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_decoder(run, torch.device("cpu"), lambda precision: torch.float32).decoder.named_parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "precision", "num_processes"),
-    [(0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 2), (1, "fp32", 1)],
-)
-def test_killed_and_resumed_equals_uninterrupted(
-    tiny_config: MakeConfig, program: Program, tmp_path: Path, stage: int, precision: str, num_processes: int
-) -> None:
-    """Bit for bit, with dropout, across an epoch's end, with rank 0 killed some steps after a checkpoint."""
-    sections: dict[str, Any] = {
-        "zero": {"stage": stage},
-        "model": {"dropout": 0.1, "sequence_length": 128},
-        "train": {"num_steps": 12, "precision": precision, "global_batch_size": 32, "micro_batch_size": 8},
-        "checkpoint": {"every_steps": 4},
-    }
-    launch = ["launch", "--num-processes", str(num_processes), "--", "train", "--config"]
-    whole = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "whole")}), tmp_path / "whole.yaml")
-    done = program(*launch, whole)
+def run_forked(*runs: tuple[Path, int] | tuple[Path, int, str]) -> str:
+    """The log of trainings one after the other, as tests/forked_runs.py does them."""
+    arguments = [",".join(map(str, run)) for run in runs]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.forked_runs", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    broken = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "broken")}), tmp_path / "broken.yaml")
-    process = subprocess.Popen([sys.executable, "-m", "lex_pretrain", *launch, str(broken)], stderr=subprocess.DEVNULL)
-    wait_for_step(tmp_path / "broken", 6, process)
-    kill_rank_0(process)
-    assert process.wait(timeout=60) == 128 + signal.SIGKILL
-    again = program(*launch, broken)
-    assert again.returncode == 0, again.stderr
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-    resumed = [
-        record for record in read_records(tmp_path / "broken" / "metrics.jsonl") if record.get("event") == "resumed"
-    ]
-    assert resumed[0]["step"] in (4, 8)
-    for name, weight in weights(tmp_path / "whole").items():
-        assert torch.equal(weight, weights(tmp_path / "broken")[name]), name
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Bit for bit, with dropout, across an epoch's end, with rank 0 killed some steps after a checkpoint."""
+    cases = [(0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 2), (1, "fp32", 1)]
+    runs: list[tuple[Path, int] | tuple[Path, int, str]] = []
+    for number, (stage, precision, num_processes) in enumerate(cases):
+        sections: dict[str, Any] = {
+            "zero": {"stage": stage},
+            "model": {"dropout": 0.1, "sequence_length": 128},
+            "train": {"num_steps": 12, "precision": precision, "global_batch_size": 32, "micro_batch_size": 8},
+            "checkpoint": {"every_steps": 4},
+        }
+        files = {}
+        for name in ("whole", "broken"):
+            config = tiny_config(**sections, run={"output_dir": str(tmp_path / f"{name}-{number}")})
+            files[name] = write(config, tmp_path / f"{name}-{number}.yaml")
+        runs += [(files["whole"], num_processes), (files["broken"], num_processes, "killed")]
+        runs += [(files["broken"], num_processes)]
+    run_forked(*runs)
+    for number, case in enumerate(cases):
+        whole, broken = tmp_path / f"whole-{number}", tmp_path / f"broken-{number}"
+        assert losses(broken) == losses(whole), case
+        records = read_records(broken / "metrics.jsonl")
+        (resumed,) = [record["step"] for record in records if record.get("event") == "resumed"]
+        assert resumed in (4, 8), case
+        for name, weight in weights(whole).items():
+            assert torch.equal(weight, weights(broken)[name]), (case, name)
 
 
 def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
@@ -78,17 +90,6 @@ def wait_for_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> N
         assert process.poll() is None, f"ended with {process.returncode} before step {step}"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def kill_rank_0(launcher: "subprocess.Popen[bytes]") -> None:
-    import psutil
-
-    victims = []
-    for child in psutil.Process(launcher.pid).children(recursive=True):
-        if child.environ().get("RANK") == "0":
-            child.kill()
-            victims.append(child)
-    assert victims
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_what_a_resumption_from_an_older_step_leaves_behind_is_set_aside(
         command = [sys.executable, "-m", "tests.spoiled_run", "0:16-23", "train", "--config", str(file)]
         process = subprocess.run(
             [*command, "--resume", "2", "train.max_bad_steps=1", "train.max_rewinds=0"],
-            cwd=Path(__file__).parent.parent,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=False,
@@ -219,24 +220,22 @@ def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, pr
 
 
 @pytest.mark.slow
-def test_other_numbers_of_processes_and_stages_go_on_unasked(
-    tiny_config: MakeConfig, program: Program, tmp_path: Path
-) -> None:
+def test_other_numbers_of_processes_and_stages_go_on_unasked(tiny_config: MakeConfig, tmp_path: Path) -> None:
     """The same samples, and in float32 losses within 1e-4 of the uninterrupted run, wherever it goes on."""
-    sections: dict[str, Any] = {
-        "train": {"num_steps": 12, "global_batch_size": 12, "precision": "fp32"},
-        # A decay would follow num_steps, which differs between the parts.
-        "schedule": {"decay": "constant"},
-    }
-    whole = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "whole")}), tmp_path / "whole.yaml")
-    done = program("train", "--config", whole)
-    assert done.returncode == 0, done.stderr
-    moved = write(tiny_config(**sections, run={"output_dir": str(tmp_path / "moved")}), tmp_path / "moved.yaml")
-    for num_processes, stage, num_steps in ((2, 1, 3), (1, 3, 6), (3, 3, 9), (2, 2, 12)):
-        launch = ["launch", "--num-processes", str(num_processes), "--", "train", "--config", moved]
-        done = program(*launch, f"zero.stage={stage}", f"train.num_steps={num_steps}")
-        assert done.returncode == 0, done.stderr
-        assert ("converting step-" in done.stderr) == (num_steps > 3)
+    runs = []
+    for name, stage, num_steps, num_processes in (
+        ("whole", 1, 12, 1),
+        *(("moved", 1, 3, 2), ("moved", 3, 6, 1), ("moved", 3, 9, 3), ("moved", 2, 12, 2)),
+    ):
+        config = tiny_config(
+            run={"output_dir": str(tmp_path / name)},
+            train={"num_steps": num_steps, "global_batch_size": 12, "precision": "fp32"},
+            # A decay would follow num_steps, which differs between the parts.
+            schedule={"decay": "constant"},
+            zero={"stage": stage},
+        )
+        runs.append((write(config, tmp_path / f"{name}-{num_steps}.yaml"), num_processes))
+    assert run_forked(*runs).count("converting step-") == 3
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
     samples = [[step["samples"] for step in read_steps(tmp_path / run / "metrics.jsonl")] for run in ("whole", "moved")]
     assert samples[0] == samples[1]

@@ -1,8 +1,8 @@
 """Checkpoints that are complete or invisible.
 
-A checkpoint is written under a temporary name, every file is flushed and listed in `files.json` with its size and
-SHA-256, then the folder is renamed to `step-XXXXXXXX` and `latest` moves. A folder with its final name is therefore
-whole, unless the disk broke it later; that shows when it is verified.
+A checkpoint is copied into memory, and from there written under a temporary name while training goes on. Every file is
+flushed and listed in `files.json` with its size and SHA-256, then the folder is renamed to `step-XXXXXXXX` and `latest`
+moves. A folder with its final name is therefore whole, unless the disk broke it later; that shows when it is verified.
 
 Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights that forward passes use),
 `config.yaml`, `tokenizer.model`, `state.json`, `files.json`.
@@ -11,20 +11,18 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from lex_pretrain.config import Config
-from lex_pretrain.config_io import save_config
+from lex_pretrain.config_io import config_text
 from lex_pretrain.errors import JobError, RequestError, SharedJobError
 from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
@@ -34,6 +32,7 @@ from lex_pretrain.train.conversion import convert_to_universal, optimizer_kept_a
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
 from lex_pretrain.train.room import checkpoint_bytes, lack_of_room
+from lex_pretrain.train.snapshot import deepspeed_files, weights_file, write_files
 from lex_pretrain.train.state import TrainState, sample_ranges
 
 DEEPSPEED_TAG = "deepspeed"
@@ -54,6 +53,16 @@ class LoadPlan:
     is_universal: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class PendingSave:
+    """A checkpoint that is being written: `entries` are this rank's files, once they are on the disk."""
+
+    step: int
+    temporary: Path
+    final: Path
+    entries: "Future[list[dict[str, Any]]]"
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -62,6 +71,8 @@ class Checkpoints:
         self.ranks = ranks
         self.tokenizer_file = tokenizer_file
         self.folder = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: PendingSave | None = None
 
     def check_room(self) -> None:
         """Raises SharedJobError where the next checkpoint finds no room, by the last one's size or the parameters."""
@@ -73,43 +84,60 @@ class Checkpoints:
         if lacking := gather_lists([lacking], self.ranks)[0]:
             raise SharedJobError(lacking)
 
-    def save(self, engine: Any, decoder: Decoder, state: TrainState) -> Path:
-        """Write the checkpoint of `state.step`, on all ranks together, and remove those no longer kept.
+    def begin_save(self, engine: Any, decoder: Decoder, state: TrainState) -> None:
+        """Copy the checkpoint of `state.step` into memory and begin to write it, on all ranks together.
 
-        Raises SharedJobError when a file cannot be written, as on a full disk; what was written of it is removed.
+        One at a time: `finish_save` comes before the next. Raises SharedJobError where its folder cannot be made.
         """
         final = self.folder / f"step-{state.step:08d}"
         temporary = self.folder / f".{final.name}.tmp"
+        main = self.ranks.rank == 0
         with self._all_or_none(temporary):
-            if self.ranks.rank == 0:
+            if main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with self._all_or_none(temporary) as faults, quiet_deepspeed(), faults_noted(engine, faults):
-            engine.save_checkpoint(str(temporary), tag=DEEPSPEED_TAG, save_latest=False)
-        weights = gather_weights(decoder, keep=self.ranks.rank == 0)
-        with self._all_or_none(temporary):
-            if self.ranks.rank == 0:
-                save_file(weights, temporary / WEIGHTS_FILE)
-                save_config(self.config, temporary / CONFIG_FILE)
-                shutil.copyfile(self.tokenizer_file, temporary / TOKENIZER_FILE)
-                write_json(temporary / STATE_FILE, dataclasses.asdict(state))
-        with self._all_or_none(temporary):
-            entries = self._flush_and_list(temporary)
+        with self._all_or_none(temporary), quiet_deepspeed():
+            files = deepspeed_files(engine, temporary, DEEPSPEED_TAG)
+        weights = weights_file(decoder, keep=main)
+        if weights is not None:
+            files[WEIGHTS_FILE] = weights
+            files[CONFIG_FILE] = config_text(self.config).encode()
+            files[TOKENIZER_FILE] = self.tokenizer_file.read_bytes()
+            files[STATE_FILE] = json.dumps(dataclasses.asdict(state), indent=2).encode()
+        written = self._threads.submit(write_files, temporary, files)
+        self._pending = PendingSave(state.step, temporary, final, written)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files of the checkpoint that was begun are all on the disk, or have failed."""
+        return self._pending is not None and self._pending.entries.done()
+
+    def finish_save(self) -> tuple[int, Path] | None:
+        """Wait for the checkpoint that was begun, on all ranks together, and make it visible: its step and folder.
+
+        None where none was begun. Those no longer kept are removed then. Raises SharedJobError when a file could not
+        be written, as on a full disk; what was written of it is removed.
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        with self._all_or_none(pending.temporary):
+            entries = pending.entries.result()
         listed = sorted(gather_lists(entries, self.ranks), key=lambda entry: str(entry["path"]))
-        with self._all_or_none(temporary):
+        with self._all_or_none(pending.temporary):
             if self.ranks.rank == 0:
-                write_json(temporary / FILES_FILE, listed)
-                self._publish(temporary, final)
-                self._remove_old(newest=state.step)
-        return final
+                write_json(pending.temporary / FILES_FILE, listed)
+                self._publish(pending.temporary, pending.final)
+                self._remove_old(newest=pending.step)
+        return pending.step, pending.final
 
     @contextlib.contextmanager
-    def _all_or_none(self, temporary: Path) -> Iterator[list[str]]:
+    def _all_or_none(self, temporary: Path) -> Iterator[None]:
         """A part of a save, after which all ranks go on or all fail alike: none waits for one that could not write."""
         faults: list[str] = []
         try:
-            yield faults
-        except (OSError, SafetensorError) as error:
+            yield
+        except (OSError, JobError) as error:
             faults.append(str(error))
         faults = gather_lists(faults, self.ranks)
         if not faults:
@@ -255,17 +283,6 @@ class Checkpoints:
         if plan.is_universal and self.ranks.rank == 0:
             shutil.rmtree(plan.folder)
 
-    def _flush_and_list(self, folder: Path) -> list[dict[str, Any]]:
-        """Path, size and SHA-256 of this rank's share of the files."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        entries = []
-        for file in files[self.ranks.rank :: self.ranks.world_size]:
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-            path = file.relative_to(folder).as_posix()
-            entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)})
-        return entries
-
     def _publish(self, temporary: Path, final: Path) -> None:
         sync_folder(temporary)
         if final.exists():
@@ -288,43 +305,8 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
 
-@contextlib.contextmanager
-def faults_noted(engine: Any, faults: list[str]) -> Iterator[None]:
-    """Note what DeepSpeed cannot write instead of leaving its save, where the other ranks wait for this one."""
-    writer = engine.checkpoint_engine
-    write = writer.save
-
-    def note(state_dict: Any, path: str) -> None:
-        try:
-            write(state_dict, path)
-        # torch reports a failed write as a RuntimeError.
-        except (OSError, RuntimeError) as error:
-            faults.append(f"{path}: {str(error).splitlines()[0]}")
-
-    writer.save = note
-    # It copies scripts past the writer that gather weights from its files; model.safetensors holds them gathered.
-    engine._copy_recovery_script = lambda folder: None
-    try:
-        yield
-    finally:
-        del writer.save
-
-
 def _listed_bytes(checkpoint: Path) -> int:
     try:
         return sum(entry["num_bytes"] for entry in read_json(checkpoint / FILES_FILE))
     except RequestError:
         return 0
-
-
-def gather_weights(decoder: Decoder, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole parameters on the CPU by name, from ZeRO-3 partitions too; empty where `keep` is false."""
-    from deepspeed import zero
-
-    weights = {}
-    for name, parameter in decoder.named_parameters():
-        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
-        with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
-            if keep:
-                weights[name] = parameter.detach().cpu().clone()
-    return weights

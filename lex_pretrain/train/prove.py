@@ -93,8 +93,8 @@ def compare(straight: Path, resumed: Path, num_steps: int) -> list[str]:
 def _part(config: Config, output_dir: Path, num_steps: int, killed_after_step: int | None) -> Part:
     changes = {
         "run": {"output_dir": str(output_dir)},
-        # One is written before the kill, and steps follow it that are to be done again.
-        "checkpoint": {"every_steps": max(1, num_steps // 3)},
+        # One is on the disk before the kill, and steps follow it that are to be done again.
+        "checkpoint": {"every_steps": max(1, num_steps // 3), "in_background": False},
         "monitor": {"wandb_mode": "disabled"},
         "train": {"validate_every_steps": None},
     }

@@ -122,7 +122,7 @@ def run_steps(
     while state.step < last_step:
         started = time.perf_counter()
         first_sample = next_sample(state.samples, state.passed_over)
-        result = trainer.train_step(state.step, first_sample, stop.received is not None)
+        result = trainer.train_step(state.step, first_sample, stop.received is not None, checkpoints.is_written)
         seconds = time.perf_counter() - started
         non_finite = result.is_non_finite(config.train.precision)
         before = state
@@ -137,6 +137,8 @@ def run_steps(
         monitor.step(step_metrics(state, result, seconds, config, peak_flops))
         if non_finite:
             report_non_finite(trainer, monitor, state.step, first_sample, result)
+        if result.save_is_written:
+            finish_save(checkpoints, monitor)
         done = state.step == last_step
         # In the midst of bad steps none is written unasked: keep_last might drop the last good one for it.
         regular = state.step % config.checkpoint.every_steps == 0 and state.num_bad_steps == 0
@@ -153,15 +155,24 @@ def run_steps(
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
         if due:
             trainer.watchdog.progress(f"saving step {state.step}")
+            finish_save(checkpoints, monitor)
             checkpoints.check_room()
-            folder = checkpoints.save(trainer.engine, trainer.decoder, state)
-            monitor.event("saved", step=state.step, checkpoint=folder.name)
+            checkpoints.begin_save(trainer.engine, trainer.decoder, state)
+            if done or result.stop_requested or not config.checkpoint.in_background:
+                finish_save(checkpoints, monitor)
         if result.stop_requested and not done:
             raise StoppedError(
                 f"stopped on a signal after saving step {state.step} of {config.num_steps}; "
                 "the same command goes on from there"
             )
         yield state.step
+
+
+def finish_save(checkpoints: Checkpoints, monitor: Monitor) -> None:
+    """Wait for the checkpoint that is being written, if there is one, and report it."""
+    if saved := checkpoints.finish_save():
+        step, folder = saved
+        monitor.event("saved", step=step, checkpoint=folder.name)
 
 
 def step_metrics(
@@ -188,6 +199,7 @@ def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state:
 
     Raises SharedJobError when there is none, or the run has gone back to it too often.
     """
+    finish_save(checkpoints, monitor)
     found = checkpoints.newest_good(before_step=state.step)
     if found is None:
         raise SharedJobError(

@@ -41,6 +41,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     stop_requested: bool
+    save_is_written: bool
     faults: tuple[Fault, ...] = ()
 
     def is_non_finite(self, precision: Precision) -> bool:
@@ -65,9 +66,12 @@ class Trainer:
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
         self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
 
-    def train_step(self, step: int, first_sample: int, stop_requested: bool) -> StepResult:
+    def train_step(
+        self, step: int, first_sample: int, stop_requested: bool, save_is_written: bool = False
+    ) -> StepResult:
         """One optimizer step over a global batch of samples from `first_sample` on.
 
+        The result says whether any rank was asked to stop, and whether all have written their part of a checkpoint.
         Where a loss or gradient of any rank is not finite, no rank's weights or optimizer state change.
         """
         rate = learning_rate(step, self.config)
@@ -87,9 +91,10 @@ class Trainer:
             losses.append(loss.detach().double())
             gradients.append(self.gradients.take().to(self.device).double())
         applied = bool(self.engine.was_step_applied())
-        mine = torch.stack([*losses, *gradients, torch.tensor(float(stop_requested), device=self.device).double()])
+        flags = torch.tensor([stop_requested, save_is_written], device=self.device, dtype=torch.float64)
+        mine = torch.cat([torch.stack([*losses, *gradients]), flags])
         self.watchdog.progress(f"sharing the loss of step {step + 1}")
-        # One exchange carries what all ranks must agree on: the mean loss, what is not finite, and whether to stop.
+        # One exchange carries what all ranks must agree on: the mean loss, what is not finite, and the flags.
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         torch.distributed.all_gather(everyone, mine)
         reports = torch.stack(everyone).tolist()
@@ -105,7 +110,8 @@ class Trainer:
             grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
             learning_rate=rate,
             skipped=not applied,
-            stop_requested=any(report[-1] for report in reports),
+            stop_requested=any(report[-2] for report in reports),
+            save_is_written=all(report[-1] for report in reports),
             faults=faults,
         )
 

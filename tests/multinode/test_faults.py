@@ -44,7 +44,7 @@ class Job:
 
     def wait_for_event(self, name: str, count: int) -> None:
         deadline = time.monotonic() + 150
-        while len(self.events(name)) < count:
+        while not self.metrics.is_file() or len(self.events(name)) < count:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -91,14 +91,16 @@ def test_a_killed_rank_is_named_with_its_host_and_the_job_goes_on(
 ) -> None:
     config = tiny_config(train={"num_steps": 60}, checkpoint={"every_steps": 5})
     job = Job(hosts, config, tmp_path, ["--launcher", "torchrun", "--max-restarts", "2"], (0, 1))
-    job.wait_for_step(12)
+    job.wait_for_event("saved", 2)
     victims = hosts.hosts[1].processes(TRAINING)
     assert len(victims) == 1
     victims[0].kill()
     code, stderr = job.end()
     assert code == 0, stderr
     assert "rank 1 on node2 was ended by SIGKILL" in stderr
-    assert [record["step"] for record in job.events("resumed")] == [10]
+    (resumed,) = (record["step"] for record in job.events("resumed"))
+    assert resumed >= 10
+    assert resumed % 5 == 0
     assert len(read_steps(job.metrics)) == 60
     assert_nothing_left(hosts)
 
@@ -148,14 +150,14 @@ def test_a_host_that_is_back_takes_part_at_the_next_restart(
     config = tiny_config(train={"num_steps": 400}, checkpoint={"every_steps": 5})
     options = ["--launcher", "torchrun", "--max-restarts", "3", "--min-hosts", "1", "--host-timeout", "5"]
     job = Job(hosts, config, tmp_path, options, (0, 1))
-    job.wait_for_step(6)
+    job.wait_for_event("saved", 1)
     hosts.hosts[1].cut_off()
     try:
         job.wait_for_event("resumed", 1)
     finally:
         hosts.hosts[1].plug_in()
     # Without a new checkpoint, a restart would count as fruitless.
-    job.wait_for_step(job.events("resumed")[0]["step"] + 6)
+    job.wait_for_event("saved", len(job.events("saved")) + 1)
     (victim,) = hosts.hosts[0].processes(TRAINING)
     victim.kill()
     job.wait_for_event("resumed", 2)
