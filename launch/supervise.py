@@ -94,7 +94,7 @@ def largest_that_fits(slots: Mapping[str, int], config: Config | None) -> dict[s
         chosen = {host: slots[host] for host in hosts[:count]}
         if config is None:
             return chosen
-        if config.train.global_batch_size % (sum(chosen.values()) * (config.train.micro_batch_size or 1)) == 0:
+        if config.train.smallest_batch_size % (sum(chosen.values()) * (config.train.micro_batch_size or 1)) == 0:
             return chosen
     return {}
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lex_pretrain.batches import Batches
+
 PositionScheme = Literal["xpos", "rope", "alibi", "sinusoidal", "learned", "none"]
 AttentionMode = Literal["causal", "blockwise", "sliding", "sinks"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -174,6 +176,12 @@ class TrainSection(Section):
         default=None, description="length in tokens instead, rounded up to whole steps; null = by num_steps"
     )
     global_batch_size: PositiveInt = Field(description="sequences a step, over all processes")
+    initial_batch_size: PositiveInt | None = Field(
+        default=None, description="sequences of the first steps, from where the batch grows; null = no growth"
+    )
+    batch_ramp_steps: int = Field(
+        default=0, ge=0, description="steps over which the batch grows, in rises of initial_batch_size"
+    )
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="sequences a forward pass on one process; null = as large as divides"
     )
@@ -220,6 +228,26 @@ class TrainSection(Section):
         if (self.num_steps is None) == (self.num_tokens is None):
             raise ValueError("give either num_steps or num_tokens (the length in tokens), and null for the other")
         return self
+
+    @model_validator(mode="after")
+    def _ramp_is_whole(self) -> "TrainSection":
+        if (self.initial_batch_size is None) != (self.batch_ramp_steps == 0):
+            raise ValueError("a batch that grows needs both initial_batch_size and batch_ramp_steps")
+        if self.initial_batch_size and self.global_batch_size % self.initial_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of initial_batch_size "
+                f"{self.initial_batch_size}, in rises of which the batch grows"
+            )
+        return self
+
+    @property
+    def batches(self) -> Batches:
+        return Batches(self.smallest_batch_size, self.global_batch_size, self.batch_ramp_steps)
+
+    @property
+    def smallest_batch_size(self) -> int:
+        """Sequences of the first step, a divisor of those of every other."""
+        return self.initial_batch_size or self.global_batch_size
 
 
 class OptimizerSection(Section):
@@ -317,9 +345,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _steps_and_batches_fit(self) -> "Config":
         faults = []
-        micro, total = self.train.micro_batch_size, self.train.global_batch_size
+        micro, total = self.train.micro_batch_size, self.train.smallest_batch_size
         if micro is not None and total % micro:
-            faults.append(f"train.global_batch_size {total} is not divisible by train.micro_batch_size {micro}")
+            key = "initial" if self.train.initial_batch_size else "global"
+            faults.append(f"train.{key}_batch_size {total} is not divisible by train.micro_batch_size {micro}")
         if self.train.precision == "bf16" and self.zero.stage == 0:
             faults.append(
                 "train.precision bf16 needs zero.stage 1 to 3: without ZeRO, DeepSpeed trains bf16 weights directly "
@@ -341,6 +370,8 @@ class Config(Section):
             faults.append("zero.offload_optimizer needs zero.stage 1 to 3: without ZeRO, DeepSpeed offloads nothing")
         warmup = _as_given("schedule.warmup", self.schedule.warmup_tokens, self.warmup_steps)
         length = _as_given("train.num", self.train.num_tokens, self.num_steps)
+        if self.train.batch_ramp_steps > self.num_steps:
+            faults.append(f"train.batch_ramp_steps {self.train.batch_ramp_steps} is longer than {length}")
         if self.warmup_steps > self.num_steps:
             faults.append(f"{warmup} is longer than {length}")
         num_decay_steps = round(self.schedule.decay_fraction * self.num_steps)
@@ -354,6 +385,7 @@ class Config(Section):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a step with the whole batch."""
         return self.train.global_batch_size * self.model.sequence_length
 
     @property
@@ -374,8 +406,12 @@ class Config(Section):
         schedule = self.schedule.model_copy(update={"warmup_steps": self.warmup_steps, "warmup_tokens": None})
         return self.model_copy(update={"train": train, "schedule": schedule})
 
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all steps before `step`, counted from 0."""
+        return self.train.batches.before(step) * self.model.sequence_length
+
     def _steps_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.tokens_per_step)
+        return self.train.batches.num_steps(-(-num_tokens // self.model.sequence_length))
 
 
 def _as_given(key: str, num_tokens: int | None, num_steps: int) -> str:

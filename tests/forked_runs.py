@@ -3,8 +3,8 @@
     python -m tests.forked_runs RUN...
 
 Each RUN is CONFIG,NUM_PROCESSES or CONFIG,NUM_PROCESSES,killed: a training on so many processes, one RUN after the
-other. A killed one has its rank 0 killed some steps after its first checkpoint is on the disk. Ends with the first
-exit code that is not as it should be.
+other. A killed one takes its time over each step, and its rank 0 is killed some steps after its first checkpoint is on
+the disk. Ends with the first exit code that is not as it should be.
 """
 
 import os
@@ -32,7 +32,7 @@ def main() -> None:
     for argument in sys.argv[1:]:
         file, num_processes, *killed = argument.split(",")
         config = load_config(Path(file))
-        processes = start(config, int(num_processes))
+        processes = start(config, int(num_processes), pause_seconds=0.1 if killed else 0.0)
         if killed:
             wait_for_save(Path(config.run.output_dir), processes)
             os.kill(processes[0], signal.SIGKILL)
@@ -41,8 +41,8 @@ def main() -> None:
             sys.exit(f"{argument} ended with {codes}")
 
 
-def start(config: Config, num_processes: int) -> list[int]:
-    """The ids of `num_processes` processes that train together, by rank."""
+def start(config: Config, num_processes: int, pause_seconds: float = 0.0) -> list[int]:
+    """The ids of `num_processes` processes that train together, by rank; they pause after each step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,7 +54,7 @@ def start(config: Config, num_processes: int) -> list[int]:
             values = {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in values.items()})
             try:
-                train(config)
+                train(config, after_step=lambda step: time.sleep(pause_seconds))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from lex_pretrain.batches import Batches
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import load_config, save_config
 from lex_pretrain.errors import RequestError
@@ -107,6 +110,16 @@ def test_all_faults_are_reported_with_place_and_suggestion(tmp_path: Path) -> No
             "train: {num_steps: null, num_tokens: 1280}\nschedule: {warmup_steps: null, warmup_tokens: 1281}",
             "schedule.warmup_tokens 1281 (11 steps) is longer than train.num_tokens 1280 (10 steps)",
         ),
+        ("train: {initial_batch_size: 2}", "needs both initial_batch_size and batch_ramp_steps"),
+        ("train: {initial_batch_size: 3, batch_ramp_steps: 2}", "4 is not a multiple of initial_batch_size 3"),
+        (
+            "train: {initial_batch_size: 2, batch_ramp_steps: 11}",
+            "batch_ramp_steps 11 is longer than train.num_steps 10",
+        ),
+        (
+            "train: {initial_batch_size: 2, batch_ramp_steps: 2, micro_batch_size: 4}",
+            "train.initial_batch_size 2 is not divisible by train.micro_batch_size 4",
+        ),
         ("zero: {stage: 0}", "bf16 needs zero.stage 1 to 3"),
         ("zero: {stage: 2, offload_parameters: true}", "zero.offload_parameters needs zero.stage 3, not 2"),
         (
@@ -208,3 +221,26 @@ def test_schedule_uses_the_warmup_from_the_first_update(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4, 0.0])
     with pytest.raises(RequestError, match="decay over 9 steps"):
         load_config(tmp_path / "run.yaml", ["train.num_steps=10", *wsd, "schedule.decay_fraction=0.9"])
+
+
+@given(first=st.integers(1, 5), rises=st.integers(1, 6), ramp_steps=st.integers(1, 40), step=st.integers(0, 60))
+def test_a_growing_batch_grows_evenly_and_its_sums_are_those_of_its_steps(
+    first: int, rises: int, ramp_steps: int, step: int
+) -> None:
+    batches = Batches(first, first * (rises + 1), ramp_steps)
+    sizes = [batches.size(number) for number in range(80)]
+    assert sizes[0] == first
+    assert sizes == sorted(sizes)
+    assert all(size % first == 0 for size in sizes)
+    assert set(sizes[ramp_steps:]) == {batches.last}
+    assert sizes[ramp_steps - 1] < batches.last
+    assert batches.before(step) == sum(sizes[:step])
+    needed = batches.num_steps(batches.before(step) + 1)
+    assert batches.before(needed - 1) <= batches.before(step) < batches.before(needed)
+    assert batches.num_steps(batches.before(step)) <= step
+
+
+def test_a_batch_that_does_not_grow_is_the_same_at_every_step() -> None:
+    batches = Batches(8, 8, 0)
+    assert [batches.size(0), batches.before(0), batches.before(3), batches.num_steps(24)] == [8, 0, 24, 3]
+    assert batches.num_steps(25) == 4

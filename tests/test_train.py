@@ -220,6 +220,32 @@ def test_a_folder_with_another_run_is_refused_by_key(tiny_config: MakeConfig, pr
 
 
 @pytest.mark.slow
+def test_a_batch_that_grows_is_the_same_on_other_processes_and_after_a_kill(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """4, 8 and then 12 sequences a step: in accumulated micro batches as at once, at every change of their number."""
+    runs: list[tuple[Path, int] | tuple[Path, int, str]] = []
+    for name, stage, micro, num_processes in (("whole", 0, 4, 1), ("parts", 1, 1, 2), ("partitioned", 2, 2, 2)):
+        config = tiny_config(
+            run={"output_dir": str(tmp_path / name)},
+            train={
+                **{"num_tokens": 64 * 32, "num_steps": None, "global_batch_size": 12, "micro_batch_size": micro},
+                **{"initial_batch_size": 4, "batch_ramp_steps": 5, "precision": "fp32"},
+            },
+            zero={"stage": stage},
+        )
+        file = write(config, tmp_path / f"{name}.yaml")
+        runs += [(file, num_processes, "killed")] if name == "parts" else []
+        runs += [(file, num_processes)]
+    run_forked(*runs)
+    for name in ("whole", "parts", "partitioned"):
+        steps = read_steps(tmp_path / name / "metrics.jsonl")
+        assert [step["samples"] for step in steps] == [4, 8, 12, 20, 28, 40, 52, 64], name
+        assert [step["tokens"] for step in steps] == [32 * step["samples"] for step in steps], name
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4), name
+
+
+@pytest.mark.slow
 def test_other_numbers_of_processes_and_stages_go_on_unasked(tiny_config: MakeConfig, tmp_path: Path) -> None:
     """The same samples, and in float32 losses within 1e-4 of the uninterrupted run, wherever it goes on."""
     runs = []

@@ -36,11 +36,11 @@ class Monitor:
         self._wandb = WandbSink(config, output_dir, wandb_run_id, last_step)
         self._stack.callback(self._wandb.close)
         self.wandb_run_id = self._wandb.run_id
-        self._tokens_per_step = config.tokens_per_step
-        num_tokens = (self._num_steps - first_step) * self._tokens_per_step
+        self._tokens_before = config.tokens_before
+        num_tokens = self._tokens_before(self._num_steps) - self._tokens_before(first_step)
         self._progress = self._stack.enter_context(progress("training", num_tokens, "tokens", console.is_terminal))
         self._seconds = 0.0
-        self._num_reported = 0
+        self._num_reported_tokens = 0
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._enabled:
@@ -49,11 +49,12 @@ class Monitor:
         self._file.append(record)
         self._wandb.log(record)
         self._seconds += metrics.step_seconds
-        self._num_reported += 1
-        self._progress.advance(self._tokens_per_step, f"step {metrics.step}  loss {metrics.loss:.3f}")
+        num_tokens = self._tokens_before(metrics.step) - self._tokens_before(metrics.step - 1)
+        self._num_reported_tokens += num_tokens
+        self._progress.advance(num_tokens, f"step {metrics.step}  loss {metrics.loss:.3f}")
         last = metrics.step == self._num_steps
         if not console.is_terminal and (metrics.step % self._log_every_steps == 0 or last):
-            mean_seconds = self._seconds / self._num_reported
+            num_tokens_left = self._tokens_before(self._num_steps) - self._tokens_before(metrics.step)
             logger.info(
                 "step %d of %d  loss %.4f  lr %.2e  grad norm %.2f  %s tokens/s  MFU %.0f %%  %.0f s left",
                 metrics.step,
@@ -63,7 +64,7 @@ class Monitor:
                 metrics.grad_norm,
                 f"{metrics.tokens_per_second:,.0f}",
                 100 * metrics.mfu,
-                mean_seconds * (self._num_steps - metrics.step),
+                self._seconds / self._num_reported_tokens * num_tokens_left,
             )
 
     def event(self, name: str, **fields: Any) -> None:

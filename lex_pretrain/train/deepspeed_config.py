@@ -29,11 +29,12 @@ ZERO_PLUS_PLUS_OFF: dict[str, int] = {PARTITIONS_KEY: 1, **dict.fromkeys(QUANTIZ
 
 def micro_batch_size(config: Config, world_size: int) -> int:
     """Sequences a forward pass on one process. RequestError when the global batch cannot be made of them."""
-    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    total, micro = config.train.smallest_batch_size, config.train.micro_batch_size
+    key = "train.initial_batch_size" if config.train.initial_batch_size else "train.global_batch_size"
     if total % world_size:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         raise RequestError(
-            f"train.global_batch_size {total} is not divisible by {world_size} processes; "
+            f"{key} {total} is not divisible by {world_size} processes; "
             f"process counts that fit: {', '.join(map(str, divisors))}"
         )
     share = total // world_size
@@ -42,7 +43,7 @@ def micro_batch_size(config: Config, world_size: int) -> int:
     if share % micro:
         fitting = [n for n in range(1, share + 1) if share % n == 0]
         raise RequestError(
-            f"train.micro_batch_size {micro} times {world_size} processes does not divide train.global_batch_size "
+            f"train.micro_batch_size {micro} times {world_size} processes does not divide {key} "
             f"{total}; micro batch sizes that fit: {', '.join(map(str, fitting))}"
         )
     return micro

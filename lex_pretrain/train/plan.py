@@ -159,7 +159,7 @@ def make_plan(
         peak_tflops=peak_tflops,
         mfu=mfu,
         step_seconds=step_seconds,
-        days=step_seconds * config.num_steps / _SECONDS_PER_DAY,
+        days=step_seconds * config.tokens_before(config.num_steps) / tokens_per_step / _SECONDS_PER_DAY,
         num_checkpoints_kept=_num_checkpoints_kept(config),
         gpu_memory_bytes=gpu_memory,
         usable_share=USABLE_SHARE,

@@ -125,12 +125,12 @@ def run_steps(
         result = trainer.train_step(state.step, first_sample, stop.received is not None, checkpoints.is_written)
         seconds = time.perf_counter() - started
         non_finite = result.is_non_finite(config.train.precision)
-        before = state
+        before, batch_size = state, config.train.batches.size(state.step)
         state = replace(
             state,
             step=state.step + 1,
-            samples=first_sample + config.train.global_batch_size,
-            tokens=state.tokens + config.tokens_per_step,
+            samples=first_sample + batch_size,
+            tokens=state.tokens + batch_size * config.model.sequence_length,
             recent_losses=remember(state.recent_losses, result.loss, config.train),
             num_bad_steps=state.num_bad_steps + 1 if non_finite else 0,
         )
@@ -179,7 +179,7 @@ def step_metrics(
     state: TrainState, result: StepResult, seconds: float, config: Config, peak_flops: float
 ) -> StepMetrics:
     """The record of a step that led to `state`."""
-    tokens_per_second = config.tokens_per_step / seconds
+    tokens_per_second = config.train.batches.size(state.step - 1) * config.model.sequence_length / seconds
     return StepMetrics(
         step=state.step,
         samples=state.samples,
@@ -266,7 +266,7 @@ def describe(trainer: Trainer, state: TrainState) -> None:
         torch.get_num_threads(),
         "" if torch.get_num_threads() == 1 else "s",
     )
-    epochs = trainer.loader.order.epochs(config.num_steps * config.train.global_batch_size)
+    epochs = trainer.loader.order.epochs(config.train.batches.before(config.num_steps))
     for source, (dataset, num_epochs) in enumerate(zip(trainer.loader.datasets, epochs, strict=True)):
         passed_over = ""
         if config.data.windows == "documents":
@@ -275,14 +275,16 @@ def describe(trainer: Trainer, state: TrainState) -> None:
         logger.info(
             "%s: %s tokens, read %.2f times%s", dataset.folder, f"{dataset.num_tokens:,}", num_epochs, passed_over
         )
-    tokens_per_step = config.tokens_per_step
     logger.info(
-        "steps %d to %d of %s tokens (%d sequences of %d; micro batch %d, %d accumulated)",
+        "steps %d to %d of %s tokens (%d sequences of %d; micro batch %d, %d accumulated)%s",
         state.step + 1,
         config.num_steps,
-        f"{tokens_per_step:,}",
+        f"{config.tokens_per_step:,}",
         config.train.global_batch_size,
         config.model.sequence_length,
         trainer.micro_batch_size,
-        trainer.num_micro_steps,
+        config.train.global_batch_size // (trainer.micro_batch_size * ranks.world_size),
+        f", from {config.train.initial_batch_size} sequences on over {config.train.batch_ramp_steps} steps"
+        if config.train.initial_batch_size
+        else "",
     )

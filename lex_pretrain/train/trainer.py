@@ -64,7 +64,6 @@ class Trainer:
         self.watchdog = Watchdog(ranks, config.train.step_timeout_seconds)
         self.gradients = GradientWatch(self.engine.module)
         self.micro_batch_size = int(self.engine.train_micro_batch_size_per_gpu())
-        self.num_micro_steps = int(self.engine.gradient_accumulation_steps())
 
     def train_step(
         self, step: int, first_sample: int, stop_requested: bool, save_is_written: bool = False
@@ -77,9 +76,13 @@ class Trainer:
         rate = learning_rate(step, self.config)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate * self._muon_ratio if group.get("use_muon") else rate
+        self.engine.set_train_batch_size(self.config.train.batches.size(step))
+        # DeepSpeed counts micro steps through the run, and would end this step early where the last one had others.
+        self.engine.micro_steps = 0
+        num_micro_steps = int(self.engine.gradient_accumulation_steps())
         self.engine.train()
         losses, gradients = [], []
-        for micro_step in range(self.num_micro_steps):
+        for micro_step in range(num_micro_steps):
             self._seed_dropout(step, micro_step)
             self.watchdog.progress(f"reading the samples of step {step + 1}, micro step {micro_step}")
             samples = self.samples(first_sample, micro_step, self.ranks.rank)
@@ -98,7 +101,7 @@ class Trainer:
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         torch.distributed.all_gather(everyone, mine)
         reports = torch.stack(everyone).tolist()
-        faults = self._faults(reports)
+        faults = self._faults(reports, num_micro_steps)
         if faults and applied:
             raise SharedJobError(
                 f"step {step + 1}: the {faults[0].what} of rank {faults[0].rank} is not finite, and the weights were "
@@ -106,7 +109,7 @@ class Trainer:
                 "Remove it and run the same command again"
             )
         return StepResult(
-            loss=sum(sum(report[: self.num_micro_steps]) for report in reports) / (len(reports) * self.num_micro_steps),
+            loss=sum(sum(report[:num_micro_steps]) for report in reports) / (len(reports) * num_micro_steps),
             grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
             learning_rate=rate,
             skipped=not applied,
@@ -120,12 +123,12 @@ class Trainer:
         first = first_sample + (micro_step * self.ranks.world_size + rank) * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
 
-    def _faults(self, reports: list[list[float]]) -> tuple[Fault, ...]:
+    def _faults(self, reports: list[list[float]], num_micro_steps: int) -> tuple[Fault, ...]:
         """Each rank's first loss or gradient that is not finite."""
         faults = []
         for rank, report in enumerate(reports):
-            for micro_step in range(self.num_micro_steps):
-                loss, gradient = report[micro_step], report[self.num_micro_steps + micro_step]
+            for micro_step in range(num_micro_steps):
+                loss, gradient = report[micro_step], report[num_micro_steps + micro_step]
                 what = LOSS if not math.isfinite(loss) else GRADIENT if not math.isfinite(gradient) else None
                 # In fp16 gradients go beyond its range whenever the loss scale is tried higher.
                 if what == LOSS or (what == GRADIENT and self.config.train.precision != "fp16"):
