@@ -27,7 +27,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/lex-pretrain quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -116,6 +116,22 @@ def program(tmp_path: Path) -> Program:
     return run
 
 
+def run_forked(*runs: tuple[Path | int | str, ...]) -> str:
+    """The log of trainings one after the other, as tests/forked_runs.py does them."""
+    arguments = [",".join(map(str, run)) for run in runs]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.forked_runs", *arguments],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def save_checkpoint(folder: Path, config: Config, dataset: Path) -> Path:
     """A checkpoint of random weights, made without training; what training adds for itself is not in it."""
     from safetensors.torch import save_file

@@ -2,9 +2,9 @@
 
     python -m tests.forked_runs RUN...
 
-Each RUN is CONFIG,NUM_PROCESSES or CONFIG,NUM_PROCESSES,killed: a training on so many processes, one RUN after the
-other. A killed one takes its time over each step, and its rank 0 is killed some steps after its first checkpoint is on
-the disk. Ends with the first exit code that is not as it should be.
+Each RUN is CONFIG,NUM_PROCESSES, or that with ,killed or with ,FAULT as in tests/spoiled_run.py: a training on so many
+processes, one RUN after the other. A killed one takes its time over each step, and its rank 0 is killed a step after
+its first checkpoint is on the disk. Ends with the first exit code that is not as it should be.
 """
 
 import os
@@ -23,6 +23,7 @@ from lex_pretrain.config_io import load_config
 from lex_pretrain.monitor.metrics import read_records
 from lex_pretrain.progress import configure_logging
 from lex_pretrain.train.run import train
+from tests.spoiled_run import spoil_if_meant
 
 DEADLINE_SECONDS = 120
 
@@ -30,9 +31,10 @@ DEADLINE_SECONDS = 120
 def main() -> None:
     configure_logging(debug=False)
     for argument in sys.argv[1:]:
-        file, num_processes, *killed = argument.split(",")
+        file, num_processes, *extra = argument.split(",")
+        killed, fault = extra == ["killed"], extra[0] if extra and extra != ["killed"] else None
         config = load_config(Path(file))
-        processes = start(config, int(num_processes), pause_seconds=0.1 if killed else 0.0)
+        processes = start(config, int(num_processes), fault, pause_seconds=0.1 if killed else 0.0)
         if killed:
             wait_for_save(Path(config.run.output_dir), processes)
             os.kill(processes[0], signal.SIGKILL)
@@ -41,7 +43,7 @@ def main() -> None:
             sys.exit(f"{argument} ended with {codes}")
 
 
-def start(config: Config, num_processes: int, pause_seconds: float = 0.0) -> list[int]:
+def start(config: Config, num_processes: int, fault: str | None = None, pause_seconds: float = 0.0) -> list[int]:
     """The ids of `num_processes` processes that train together, by rank; they pause after each step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -53,6 +55,8 @@ def start(config: Config, num_processes: int, pause_seconds: float = 0.0) -> lis
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
             values = {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in values.items()})
+            if fault is not None:
+                spoil_if_meant(fault)
             try:
                 train(config, after_step=lambda step: time.sleep(pause_seconds))
             except BaseException:

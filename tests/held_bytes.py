@@ -103,10 +103,9 @@ def measure(config: Config, ranks: Ranks, folder: Path, sent: "Counter[str]") ->
     (folder / "tokenizer.model").touch()
     checkpoints = Checkpoints(config, ranks, folder / "tokenizer.model")
     checkpoints.begin_save(engine, decoder, TrainState(2, 2, 2, ranks.world_size, config.zero.stage, "none"))
-    finished = checkpoints.finish_save()
-    assert finished is not None
-    _, saved = finished
-    on_disk = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+    saved = checkpoints.finish_save()
+    assert saved is not None
+    on_disk = sum(file.stat().st_size for file in saved.folder.rglob("*") if file.is_file())
     for hook in hooks:
         hook.remove()
     engine.destroy()

@@ -24,11 +24,16 @@ from lex_pretrain.train.checkpoint import Checkpoints
 
 
 def main() -> None:
-    rank, kind, samples = fault if len(fault := sys.argv.pop(1).split(":")) == 3 else (fault[0], "inf", fault[1])
+    spoil_if_meant(sys.argv.pop(1))
+    cli.main()
+
+
+def spoil_if_meant(fault: str) -> None:
+    """Put FAULT into this process where it has the fault's rank."""
+    rank, kind, samples = parts if len(parts := fault.split(":")) == 3 else (parts[0], "inf", parts[1])
     first, last = (int(part) for part in (samples.split("-") if "-" in samples else (samples, samples)))
     if os.environ.get("RANK", "0") == rank:
         spoil(kind, first, last)
-    cli.main()
 
 
 def spoil(kind: str, first: int, last: int) -> None:

@@ -24,7 +24,7 @@ from lex_pretrain.train.health import next_sample, robust_z_score, trouble
 from lex_pretrain.train.prove import compare
 from lex_pretrain.train.watchdog import Place, describe
 from tests import skipping
-from tests.conftest import Program
+from tests.conftest import Program, run_forked
 
 MakeConfig = Callable[..., Config]
 ROOT = Path(__file__).parent.parent
@@ -69,40 +69,45 @@ def checkpointed(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32")])
-def test_a_run_that_went_back_equals_one_that_never_saw_the_samples(
-    tiny_config: MakeConfig, dataset: Path, tmp_path: Path, stage: int, precision: str
-) -> None:
-    """Steps of 8 samples: after the save of step 4, samples 35 to 46 spoil steps 5 and 6 on rank 1."""
-    sections: dict[str, Any] = {
-        "zero": {"stage": stage},
-        "train": {"num_steps": 8, "precision": precision, "max_bad_steps": 2},
-        "checkpoint": {"every_steps": 4},
-    }
-    run = tmp_path / "run"
-    done = spoiled("1:35-46", tiny_config(**sections), tmp_path / "run.yaml")
-    assert done.returncode == 0, done.stderr
-    bad = events(run, "non_finite")
-    assert [(event["step"], event["rank"], event["what"]) for event in bad] == [(5, 1, "gradient"), (6, 1, "gradient")]
-    assert all(re.fullmatch(r".*/document-\d{3}.txt, record 1", name) for name in bad[0]["documents"])
-    assert "non finite: step 5  rank 1  what gradient" in done.stderr
-    (rewound,) = events(run, "rewound")
-    assert (rewound["step"], rewound["to_step"], rewound["passed_over"]) == (6, 4, [32, 48])
-    # The run that never saw them: begun with the samples noted, as a restart after going back would be.
-    twin = tmp_path / "twin"
-    (twin / "checkpoints").mkdir(parents=True)
-    (twin / "checkpoints" / "passed_over.json").write_text("[[32, 48]]")
-    sections["run"] = {"output_dir": str(twin)}
-    plain = spoiled("1:35-46", tiny_config(**sections), tmp_path / "twin.yaml")
-    assert plain.returncode == 0, plain.stderr
-    for name, weight in checkpointed(twin, 8).items():
-        assert torch.equal(weight, checkpointed(run, 8)[name]), name
-    steps = [
-        [(step["step"], step["samples"], step["loss"]) for step in read_steps(r / "metrics.jsonl")] for r in (run, twin)
-    ]
-    assert steps[0] == steps[1]
-    assert [sample for _, sample, _ in steps[0]] == [8, 16, 24, 32, 56, 64, 72, 80]
-    assert not events(twin, "rewound")
+def test_a_run_that_went_back_equals_one_that_never_saw_the_samples(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Steps of 8 samples: after the save of step 4, samples 35 to 46 spoil steps 5 and 6 on rank 1.
+
+    The twin begins with these samples noted, as a restart after going back would.
+    """
+    cases = [(1, "bf16"), (2, "fp32"), (3, "fp32")]
+    runs = []
+    for stage, precision in cases:
+        for name in ("run", "twin"):
+            output = tmp_path / f"{name}-{stage}"
+            config = tiny_config(
+                run={"output_dir": str(output)},
+                zero={"stage": stage},
+                train={"num_steps": 8, "precision": precision, "max_bad_steps": 2},
+                checkpoint={"every_steps": 4},
+            )
+            save_config(config, tmp_path / f"{name}-{stage}.yaml")
+            runs.append((tmp_path / f"{name}-{stage}.yaml", 2, "1:35-46"))
+        (output / "checkpoints").mkdir(parents=True)
+        (output / "checkpoints" / "passed_over.json").write_text("[[32, 48]]")
+    log = run_forked(*runs)
+    assert log.count("non finite: step 5  rank 1  what gradient") == len(cases)
+    for stage, _ in cases:
+        run, twin = tmp_path / f"run-{stage}", tmp_path / f"twin-{stage}"
+        bad = events(run, "non_finite")
+        found = [(event["step"], event["rank"], event["what"]) for event in bad]
+        assert found == [(5, 1, "gradient"), (6, 1, "gradient")]
+        assert all(re.fullmatch(r".*/document-\d{3}.txt, record 1", name) for name in bad[0]["documents"])
+        (rewound,) = events(run, "rewound")
+        assert (rewound["step"], rewound["to_step"], rewound["passed_over"]) == (6, 4, [32, 48])
+        for name, weight in checkpointed(twin, 8).items():
+            assert torch.equal(weight, checkpointed(run, 8)[name]), (stage, name)
+        steps = [
+            [(step["step"], step["samples"], step["loss"]) for step in read_steps(folder / "metrics.jsonl")]
+            for folder in (run, twin)
+        ]
+        assert steps[0] == steps[1]
+        assert [sample for _, sample, _ in steps[0]] == [8, 16, 24, 32, 56, 64, 72, 80]
+        assert not events(twin, "rewound")
 
 
 @pytest.mark.slow

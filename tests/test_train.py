@@ -1,7 +1,6 @@
 """Training: stopping anywhere and going on with the same losses, checkpoints that break, runs that do not fit."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.monitor.metrics import MetricsFile, read_records, read_steps
 from lex_pretrain.train.engine import check_operations
-from tests.conftest import Program
+from tests.conftest import Program, run_forked
 
 MakeConfig = Callable[..., Config]
 ROOT = Path(__file__).parent.parent
@@ -38,27 +37,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_decoder(run, torch.device("cpu"), lambda precision: torch.float32).decoder.named_parameters())
 
 
-def run_forked(*runs: tuple[Path, int] | tuple[Path, int, str]) -> str:
-    """The log of trainings one after the other, as tests/forked_runs.py does them."""
-    arguments = [",".join(map(str, run)) for run in runs]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.forked_runs", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tiny_config: MakeConfig, tmp_path: Path) -> None:
     """Bit for bit, with dropout, across an epoch's end, with rank 0 killed some steps after a checkpoint."""
     cases = [(0, "fp32", 2), (1, "bf16", 2), (2, "fp32", 2), (3, "fp32", 2), (1, "fp32", 1)]
-    runs: list[tuple[Path, int] | tuple[Path, int, str]] = []
+    runs: list[tuple[Path | int | str, ...]] = []
     for number, (stage, precision, num_processes) in enumerate(cases):
         sections: dict[str, Any] = {
             "zero": {"stage": stage},
@@ -224,7 +207,7 @@ def test_a_batch_that_grows_is_the_same_on_other_processes_and_after_a_kill(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     """4, 8 and then 12 sequences a step: in accumulated micro batches as at once, at every change of their number."""
-    runs: list[tuple[Path, int] | tuple[Path, int, str]] = []
+    runs: list[tuple[Path | int | str, ...]] = []
     for name, stage, micro, num_processes in (("whole", 0, 4, 1), ("parts", 1, 1, 2), ("partitioned", 2, 2, 2)):
         config = tiny_config(
             run={"output_dir": str(tmp_path / name)},

@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,16 @@ class PendingSave:
     temporary: Path
     final: Path
     entries: "Future[list[dict[str, Any]]]"
+    waited_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on the disk, and how long training waited for it in all."""
+
+    step: int
+    folder: Path
+    waited_seconds: float
 
 
 class Checkpoints:
@@ -89,6 +100,7 @@ class Checkpoints:
 
         One at a time: `finish_save` comes before the next. Raises SharedJobError where its folder cannot be made.
         """
+        started = time.perf_counter()
         final = self.folder / f"step-{state.step:08d}"
         temporary = self.folder / f".{final.name}.tmp"
         main = self.ranks.rank == 0
@@ -99,27 +111,29 @@ class Checkpoints:
         with self._all_or_none(temporary), quiet_deepspeed():
             files = deepspeed_files(engine, temporary, DEEPSPEED_TAG)
         weights = weights_file(decoder, keep=main)
-        if weights is not None:
-            files[WEIGHTS_FILE] = weights
-            files[CONFIG_FILE] = config_text(self.config).encode()
-            files[TOKENIZER_FILE] = self.tokenizer_file.read_bytes()
-            files[STATE_FILE] = json.dumps(dataclasses.asdict(state), indent=2).encode()
+        with self._all_or_none(temporary):
+            if weights is not None:
+                files[WEIGHTS_FILE] = weights
+                files[CONFIG_FILE] = config_text(self.config).encode()
+                files[TOKENIZER_FILE] = self.tokenizer_file.read_bytes()
+                files[STATE_FILE] = json.dumps(dataclasses.asdict(state), indent=2).encode()
         written = self._threads.submit(write_files, temporary, files)
-        self._pending = PendingSave(state.step, temporary, final, written)
+        self._pending = PendingSave(state.step, temporary, final, written, time.perf_counter() - started)
 
     @property
     def is_written(self) -> bool:
         """Whether this rank's files of the checkpoint that was begun are all on the disk, or have failed."""
         return self._pending is not None and self._pending.entries.done()
 
-    def finish_save(self) -> tuple[int, Path] | None:
-        """Wait for the checkpoint that was begun, on all ranks together, and make it visible: its step and folder.
+    def finish_save(self) -> Saved | None:
+        """Wait for the checkpoint that was begun, on all ranks together, and make it visible; None where none was.
 
-        None where none was begun. Those no longer kept are removed then. Raises SharedJobError when a file could not
-        be written, as on a full disk; what was written of it is removed.
+        Those no longer kept are removed then. Raises SharedJobError when a file could not be written, as on a full
+        disk; what was written of it is removed.
         """
         if self._pending is None:
             return None
+        started = time.perf_counter()
         pending, self._pending = self._pending, None
         with self._all_or_none(pending.temporary):
             entries = pending.entries.result()
@@ -129,7 +143,7 @@ class Checkpoints:
                 write_json(pending.temporary / FILES_FILE, listed)
                 self._publish(pending.temporary, pending.final)
                 self._remove_old(newest=pending.step)
-        return pending.step, pending.final
+        return Saved(pending.step, pending.final, pending.waited_seconds + time.perf_counter() - started)
 
     @contextlib.contextmanager
     def _all_or_none(self, temporary: Path) -> Iterator[None]:

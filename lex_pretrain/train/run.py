@@ -171,8 +171,9 @@ def run_steps(
 def finish_save(checkpoints: Checkpoints, monitor: Monitor) -> None:
     """Wait for the checkpoint that is being written, if there is one, and report it."""
     if saved := checkpoints.finish_save():
-        step, folder = saved
-        monitor.event("saved", step=step, checkpoint=folder.name)
+        monitor.event(
+            "saved", step=saved.step, checkpoint=saved.folder.name, waited_seconds=round(saved.waited_seconds, 3)
+        )
 
 
 def step_metrics(

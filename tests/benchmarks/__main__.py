@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, evaluate, loader, model, prepare, train
+from tests.benchmarks import attention, checkpoint, evaluate, loader, model, prepare, train
 
 if __name__ == "__main__":
     benchmarks: dict[str, Callable[[], list[str]]] = {
@@ -15,6 +15,7 @@ if __name__ == "__main__":
         "attention": attention.run,
         "model": model.run,
         "train": train.run,
+        "checkpoint": checkpoint.run,
         "evaluate": evaluate.run,
     }
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)

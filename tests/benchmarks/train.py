@@ -32,7 +32,7 @@ def run() -> list[str]:
     """Lines of the result: tokens a second and ratios."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = _config(folder, _make_dataset(folder / "data"))
+        config = _config(folder, make_dataset(folder / "data"))
         seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
         for number in range(_ROUNDS):
             for contender in CONTENDERS:
@@ -62,7 +62,7 @@ def _config(folder: Path, data: Path) -> Config:
     )
 
 
-def _make_dataset(folder: Path) -> Path:
+def make_dataset(folder: Path) -> Path:
     """Random ids under a real tokenizer: what they say makes no step faster or slower."""
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(train_on_python(folder))
