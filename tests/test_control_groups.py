@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.attempt import Outcome
-from launch.memory_kills import count_memory_kills, kernel_message
+from launch.control_group import count_memory_kills
+from launch.memory_kills import kernel_message
 from launch.rank import RankTask, read_failures
 from launch.supervise import describe
 
