@@ -14,7 +14,7 @@ from lex_pretrain.errors import LexError
 from lex_pretrain.ranks import die_with_parent, join_process_group, leave_process_group
 
 NUM_BYTES = 16 * 2**20
-NUM_REPETITIONS = 5
+NUM_REPETITIONS = 3
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def examine_this_machine(training: Training | None) -> None:
         **facts.versions,
         "GPUs": ", ".join(f"{gpu.name} ({gpu.total_mib / 1024:.0f} GiB)" for gpu in facts.gpus) or "none",
         "CPU cores": str(facts.num_cores),
-        "memory available": f"{facts.memory_available_bytes / 2**30:.1f} GiB",
+        "memory available": f"{facts.memory_available_bytes / 2**30:.1f} GiB"
+        + (", the rest of its control group's" if facts.memory_is_limited else ""),
         "shared memory free": f"{facts.shared_memory_free_bytes / 2**30:.1f} GiB",
         "open files": str(facts.max_open_files),
         "network": ", ".join(f"{name} {address}" for name, address in facts.addresses.items()) or "loopback only",

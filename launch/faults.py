@@ -93,24 +93,24 @@ def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training
     try:
         memory = training.memory(world_size)
     except RequestError as error:
-        return [Fault(EVERY_HOST, str(error), "set other slots, or choose other hosts")]
+        return [Fault(EVERY_HOST, str(error), "start another number of processes, or change the config")]
     faults = []
     for host, its_facts in facts.items():
         count, available = slots[host], its_facts.memory_available_bytes
         there = f"{'its control group' if its_facts.memory_is_limited else 'the host'} has {_size(available)} left"
-        those = f"{count} of {world_size} processes"
+        those = f"{count} of {world_size} processes" if count < world_size else f"all processes ({count})"
         if its_facts.gpus:
             number, gpu = min(enumerate(its_facts.gpus[:count]), key=lambda item: item[1].free_bytes)
             taken = _Taken(f"each of {world_size} processes", memory.states, memory.gpu_peak)
             room = f"GPU {number} has {_size(gpu.free_bytes)} left"
-            faults += _lack(host, taken, gpu.free_bytes, room, _ways_out(training.config, on_gpu=True))
+            faults += _lack(host, taken, gpu.free_bytes, room, training.config, on_gpu=True)
             if (offloaded := count * memory.offloaded) > available:
                 what = f"what {those} offload takes {_size(offloaded)}; {there}"
                 faults.append(Fault(host, what, "offload less, or use more hosts"))
         else:
             states, peak = (count * (part + memory.offloaded) for part in (memory.states, memory.cpu_peak))
             taken = _Taken(those, states, peak)
-            faults += _lack(host, taken, available, there, _ways_out(training.config, on_gpu=False))
+            faults += _lack(host, taken, available, there, training.config, on_gpu=False)
     return faults
 
 
@@ -123,14 +123,16 @@ class _Taken:
     peak: int
 
 
-def _lack(host: str, taken: _Taken, free_bytes: int, room: str, ways_out: list[str]) -> list[Fault]:
+def _lack(host: str, taken: _Taken, free_bytes: int, room: str, config: Config, on_gpu: bool) -> list[Fault]:
     states = f"weights, gradients and optimizer state of {taken.by}"
     if taken.states > free_bytes:
-        return [Fault(host, f"{states} take {_size(taken.states)}; {room}", ", ".join(ways_out))]
+        return [Fault(host, f"{states} take {_size(taken.states)}; {room}", ", ".join(_ways_out(config, on_gpu)))]
     if taken.peak > free_bytes:
-        what = f"{states} fit, but take about {_size(taken.peak)} with activations and buffers; {room}"
-        ways = ["a smaller train.micro_batch_size", "train.activation_checkpointing=1", *ways_out]
-        return [Fault(host, what, ", ".join(ways), fatal=False)]
+        and_more = "activations, buffers and what CUDA needs" if on_gpu else "activations and buffers"
+        what = f"{states} fit, but take about {_size(taken.peak)} with {and_more}; {room}"
+        ways = [] if config.train.micro_batch_size == 1 else ["a smaller train.micro_batch_size"]
+        ways += [] if config.train.activation_checkpointing else ["train.activation_checkpointing=1"]
+        return [Fault(host, what, ", ".join(ways + _ways_out(config, on_gpu)), fatal=False)]
     return []
 
 
@@ -155,8 +157,13 @@ def all_reduce_faults(results: Mapping[str, Result], world_size: int) -> list[Fa
             ranks = ", ".join(map(str, result.wrong_ranks))
             what = f"the all-reduce gave a wrong sum on rank {ranks}"
             faults.append(Fault(host, what, "train nothing there: leave hosts out to find the one that spoils it"))
-    if not faults and (rate := bandwidth(results, world_size)) < (least := LEAST_BANDWIDTH[_backend(results)]):
-        what = f"the all-reduce moved {rate:.3f} GB/s a link; {least:g} is little for {_backend(results)}"
+    if any(result.faults for result in results.values()):
+        return faults
+    rate, backend = bandwidth(results, world_size), next(iter(results.values())).backend
+    if rate < LEAST_BANDWIDTH[backend]:
+        what = (
+            f"the all-reduce moved {rate:.3f} GB/s a link; {backend} should move {LEAST_BANDWIDTH[backend]:g} anywhere"
+        )
         way_out = (
             "see whether it takes the right interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and who else uses it"
         )
@@ -168,10 +175,6 @@ def bandwidth(results: Mapping[str, Result], world_size: int) -> float:
     """GB/s on the link of each process in a ring: twice the tensor but for one part of it, in the best time."""
     link_bytes = 2 * NUM_BYTES * (world_size - 1) / world_size
     return link_bytes / max(result.seconds for result in results.values()) / 1e9
-
-
-def _backend(results: Mapping[str, Result]) -> str:
-    return next(iter(results.values())).backend
 
 
 def _size(num_bytes: float) -> str:

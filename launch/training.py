@@ -11,7 +11,8 @@ class ProcessMemory:
     """Bytes of one process by the formulas of `lex-pretrain plan`.
 
     `states` are weights, gradients and optimizer state, which are there throughout; `gpu_peak` and `cpu_peak` have
-    activations and buffers in addition, which are estimates; `offloaded` is in the host's memory on behalf of a GPU.
+    activations and buffers in addition, which are estimates, and that on a GPU the share that the plan leaves free;
+    `offloaded` is in the host's memory on behalf of a GPU.
     """
 
     states: int

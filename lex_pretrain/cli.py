@@ -516,7 +516,7 @@ def _to_launch(config: Config) -> "Training":
     While nothing tells the vocabulary, the embeddings are left out: preflight will miss the dataset anyway.
     """
     from launch.training import ProcessMemory, Training
-    from lex_pretrain.train.plan import make_plan, with_vocabulary
+    from lex_pretrain.train.plan import USABLE_SHARE, make_plan, with_vocabulary
     from lex_pretrain.train.room import checkpoint_bytes
 
     try:
@@ -528,7 +528,8 @@ def _to_launch(config: Config) -> "Training":
         placements = make_plan(known, world_size, mfu=1, peak_tflops=1, gpu_memory_gib=None).placements
         placed = next(placement for placement in placements if placement.is_configured)
         states = placed.weights_bytes + placed.gradients_bytes + placed.optimizer_bytes
-        return ProcessMemory(states, placed.peak_bytes, placed.cpu_peak_bytes, placed.host_bytes)
+        gpu_peak = int(placed.peak_bytes / USABLE_SHARE)
+        return ProcessMemory(states, gpu_peak, placed.cpu_peak_bytes, placed.host_bytes)
 
     # Those that are kept and the one being written.
     on_disk = checkpoint_bytes(known, config.zero.stage) * (config.checkpoint.keep_last + 1)
