@@ -15,9 +15,9 @@ LEAST_SHARED_MEMORY_BYTES = 2**30
 LEAST_OPEN_FILES = 1024
 # Memory that a driver and a display take; more than this belongs to another job.
 IDLE_GPU_SHARE = 0.05
-# GB/s that the slowest cables of today still carry: half of gigabit Ethernet between CPUs, and between hosts with GPUs
-# most of 10 gigabits.
-LEAST_BANDWIDTH = {"gloo": 0.06, "nccl": 1.0}
+# GB/s that the slowest cables of today still carry: a quarter of gigabit Ethernet between CPUs, and between hosts with
+# GPUs most of 10 gigabits.
+LEAST_BANDWIDTH = {"gloo": 0.03, "nccl": 1.0}
 
 
 @dataclass(frozen=True)

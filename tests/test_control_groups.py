@@ -45,10 +45,12 @@ def hungry(tmp_path: Path) -> Path:
 
 
 def run_in(group: Path, words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])
     return subprocess.run(
         ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])},
+        # Wide enough for a table with a line for each fault.
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -80,9 +82,8 @@ def test_doctor_holds_a_plan_against_what_the_group_has_left(
     save_config(tiny_config(model={"hidden_size": 1024, "num_layers": 16}), tmp_path / "run.yaml")
     done = run_in(small_group, ["-m", "lex_pretrain", "doctor", "--config", "run.yaml"], tmp_path)
     assert done.returncode == 1, done.stderr
-    said = " ".join(done.stderr.replace("│", " ").split())
-    for words in ("its control group has", "weights, gradients and optimizer", "a higher zero.stage", "fewer slots"):
-        assert words in said
+    for words in ("its control group has", "weights, gradients and optimizer", "a higher zero.stage, fewer slots"):
+        assert words in done.stderr
 
 
 def test_version_2_of_control_groups_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:

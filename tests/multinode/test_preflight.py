@@ -89,7 +89,7 @@ def test_every_fault_of_every_host_is_named_and_nothing_starts(
 def test_a_network_that_spoils_sums_or_is_slow_is_named(
     hosts: Hosts, tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """node2's torch adds to what it has summed, and all it gets comes through a line of 200 Mb/s."""
+    """node2's torch adds to what it has summed, and all it gets comes through a line of 150 Mb/s."""
     hostfile = hosts.write_hostfile(tmp_path / "hostfile")
     save_config(tiny_config(), tmp_path / "run.yaml")
     collectives = Path(torch.distributed.distributed_c10d.__file__)
@@ -100,7 +100,7 @@ def test_a_network_that_spoils_sums_or_is_slow_is_named(
         "    _right(tensor, *arguments, **options)\n    tensor[-1] += 1\n"
     )
     second = hosts.hosts[1]
-    second.slow_down("200mbit")
+    second.slow_down("150mbit")
     second.mount("--bind", spoiled, collectives)
     try:
         done = hosts.run(0, [*WIDE, *PROGRAM, "doctor", "--hostfile", str(hostfile)], tmp_path)
