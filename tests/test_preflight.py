@@ -1,11 +1,16 @@
-"""Memory that a training takes by its plan against what hosts have: this machine's own facts, given other memory."""
+"""What preflight judges of one host: memory (this machine's own facts, given other memory), an all-reduce alone."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
 
-from launch.faults import Fault, memory_faults
+from launch.all_reduce import Part, Result
+from launch.faults import Fault, all_reduce_faults, memory_faults
 from launch.probe import Facts, Gpu, Question, gather_facts
 from launch.training import ProcessMemory, Training
 from lex_pretrain.config import Config
@@ -79,3 +84,21 @@ def test_a_number_of_processes_that_the_batch_does_not_allow(facts: Facts, tiny_
     assert fault.fatal
     assert fault.host == "every host"
     assert "3 processes" in fault.what
+
+
+def test_an_all_reduce_that_nobody_else_joins_ends_and_leaves_no_process() -> None:
+    part = Part(0, 1, world_size=2, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, timeout_seconds=1)
+    probe = subprocess.Popen(
+        [sys.executable, "-m", "launch.probe", json.dumps(dataclasses.asdict(Question([], None)))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    answers, _ = probe.communicate("{}\n" + json.dumps(dataclasses.asdict(part)) + "\n", timeout=60)
+    result = Result(**json.loads(answers.splitlines()[-1]))
+    assert result.faults == ["rank 0: not done after 1 s"]
+    (fault,) = all_reduce_faults({"a": result, "b": Result()}, 2)
+    assert fault.fatal
+    assert fault.host == "a"
+    for process in psutil.process_iter(["cmdline"]):
+        assert process.info["cmdline"] != probe.args
