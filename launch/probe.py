@@ -1,7 +1,7 @@
 """What one host is and can do, found on that host: the other end of `launch.preflight`.
 
 Prints its facts as one line of JSON, then reads one line with the other hosts and their ports, and prints which of them
-it reaches by name, and from which of its own addresses.
+it reaches by name, and from which of its own addresses. A second line makes it take part in an all-reduce.
 """
 
 import contextlib
@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from launch.all_reduce import Part, take_part
+from launch.control_group import memory_left_bytes
 
 PACKAGES = ("torch", "deepspeed", "mpi4py")
 SECONDS_TO_CONNECT = 5.0
@@ -44,10 +47,17 @@ class Gpu:
     total_mib: int
     used_mib: int
 
+    @property
+    def free_bytes(self) -> int:
+        return (self.total_mib - self.used_mib) * 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """One host. `data` has a fingerprint, or None where there is no dataset, for each folder asked about."""
+    """One host. `data` has a fingerprint, or None where there is no dataset, for each folder asked about.
+
+    `memory_is_limited`: by the control group of this process, to less than the host itself has left.
+    """
 
     hostname: str
     versions: dict[str, str]
@@ -61,9 +71,10 @@ class Facts:
     output_free_bytes: int
     shared_memory_free_bytes: int
     memory_available_bytes: int
+    memory_is_limited: bool
     max_open_files: int
     port: int
-    free_port: int
+    free_ports: list[int]
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Facts":
@@ -73,6 +84,8 @@ class Facts:
 def gather_facts(question: Question, port: int = 0) -> Facts:
     """The facts of this host; `port` is one where this process listens."""
     fault, free_bytes = _try_output(question.output_folder)
+    host_bytes, group_bytes = psutil.virtual_memory().available, memory_left_bytes()
+    is_limited = group_bytes is not None and group_bytes < host_bytes
     return Facts(
         hostname=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -85,10 +98,11 @@ def gather_facts(question: Question, port: int = 0) -> Facts:
         output_fault=fault,
         output_free_bytes=free_bytes,
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        memory_available_bytes=psutil.virtual_memory().available,
+        memory_available_bytes=group_bytes if group_bytes is not None and is_limited else host_bytes,
+        memory_is_limited=is_limited,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         port=port,
-        free_port=_free_port(),
+        free_ports=_free_ports(),
     )
 
 
@@ -167,10 +181,12 @@ def _try_output(folder: str | None) -> tuple[str, int]:
     return "", free_bytes
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
+def _free_ports() -> list[int]:
+    """One for the job, one for the all-reduce before it."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("", 0))
+        second.bind(("", 0))
+        return [int(bound.getsockname()[1]) for bound in (first, second)]
 
 
 def main() -> None:
@@ -179,13 +195,17 @@ def main() -> None:
         listener.bind(("", 0))
         listener.listen(1024)
         facts = gather_facts(question, port=int(listener.getsockname()[1]))
-        sys.stdout.write(json.dumps(dataclasses.asdict(facts)) + "\n")
-        sys.stdout.flush()
+        _answer(dataclasses.asdict(facts))
         # The kernel completes connections to the listener without our help until all hosts are done.
         if peers := sys.stdin.readline():
-            sys.stdout.write(json.dumps(reach(json.loads(peers))) + "\n")
-            sys.stdout.flush()
-            sys.stdin.readline()
+            _answer(reach(json.loads(peers)))
+            if part := sys.stdin.readline():
+                _answer(dataclasses.asdict(take_part(Part(**json.loads(part)))))
+
+
+def _answer(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

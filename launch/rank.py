@@ -20,7 +20,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Literal
 
-from launch.memory_kills import count_memory_kills, kernel_message
+from launch.control_group import count_memory_kills
+from launch.memory_kills import kernel_message
 from lex_pretrain.files import write_json
 from lex_pretrain.ranks import die_with_parent, find_ranks
 

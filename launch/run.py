@@ -33,7 +33,7 @@ from launch.hostfile import read_hostfile, select_hosts
 from launch.preflight import Preflight, preflight
 from launch.rank import JOB_VARIABLE, RankTask, Show, read_failures
 from launch.supervise import Patience, newest_checkpoint, supervise
-from lex_pretrain.config import Config
+from launch.training import Training
 from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.files import write_text
 
@@ -69,12 +69,13 @@ class LaunchOptions:
     dry_run: bool = False
 
 
-def launch(options: LaunchOptions, subcommand: list[str], config: Config | None) -> int:
+def launch(options: LaunchOptions, subcommand: list[str], training: Training | None) -> int:
     """Run `lex-pretrain SUBCOMMAND ...` as the options say; returns the job's exit code.
 
-    `config` is that of the training, None for other commands. Raises RequestError when the launcher cannot be used as
-    asked, JobError when the job cannot be started or goes on failing.
+    `training` is None for other commands than `train`. Raises RequestError when the launcher cannot be used as asked,
+    JobError when the job cannot be started or goes on failing.
     """
+    config = training.config if training else None
     slots = _hosts(options)
     _check_installed(options, slots)
     found_checkpoint = newest_checkpoint(config)
@@ -90,7 +91,7 @@ def launch(options: LaunchOptions, subcommand: list[str], config: Config | None)
             # Only Slurm's processes leave notes here; its hosts have a common file system.
             failures = read_failures(job.log_folder)
             return replace(outcome, failures=failures, exit_code=failures[0].job_exit_code) if failures else outcome
-        found = preflight(hosts, config)
+        found = preflight(hosts, training, forwarded_variables(os.environ, options.forward))
         found.show()
         if found.fatal and number == 0:
             raise RequestError(f"nothing was started: {sum(fault.fatal for fault in found.faults)} things in the way")

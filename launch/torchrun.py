@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from launch.memory_kills import count_memory_kills, kernel_message
+from launch.control_group import count_memory_kills
+from launch.memory_kills import kernel_message
 from launch.rank import PASSED_ON_SIGNALS
 from lex_pretrain.errors import RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, logger

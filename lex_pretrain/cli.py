@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,9 @@ from lex_pretrain import __version__
 from lex_pretrain.config import Config
 from lex_pretrain.errors import JobError, LexError, RequestError, StoppedError
 from lex_pretrain.progress import configure_logging, console, logger
+
+if TYPE_CHECKING:
+    from launch.training import Training
 
 app = typer.Typer(
     help="Distributed pretraining of the LeX (length-extrapolatable) Transformer.",
@@ -455,7 +458,7 @@ def launch(
     subcommand = context.args
     if not subcommand or subcommand[0].startswith("-"):
         raise RequestError("give the command to start after `--`, such as: launch -- train --config FILE")
-    config = _config_of(subcommand)
+    training = _training_of(subcommand)
     if num_processes is None and hostfile is None and launcher != "slurm":
         from lex_pretrain.hardware import choose_num_processes
 
@@ -474,13 +477,13 @@ def launch(
         patience=Patience(max_restarts, min_hosts),
         dry_run=dry_run,
     )
-    raise typer.Exit(launch(options, subcommand, config))
+    raise typer.Exit(launch(options, subcommand, training))
 
 
 @app.command()
 def doctor(
     hostfile: Annotated[Path | None, typer.Option(help="hosts to examine; this machine alone if not given")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML config whose data and output folder are looked at")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML config of the training that they are to do")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Say what this machine or these hosts can do, and each thing in the way; exit 1 when there is one."""
@@ -488,15 +491,15 @@ def doctor(
     from launch.hostfile import read_hostfile
     from lex_pretrain.config_io import load_config
 
-    parsed = load_config(config, overrides or []) if config is not None else None
+    training = _to_launch(load_config(config, overrides or [])) if config is not None else None
     if hostfile is None:
-        examine_this_machine(parsed)
+        examine_this_machine(training)
     else:
-        examine_hosts(read_hostfile(hostfile), parsed, Path("launch-logs"))
+        examine_hosts(read_hostfile(hostfile), training)
 
 
-def _config_of(subcommand: list[str]) -> Config | None:
-    """The config of a `train` to launch, None for other commands. What is wrong with either shows before the start."""
+def _training_of(subcommand: list[str]) -> "Training | None":
+    """The `train` to launch, None for other commands. What is wrong with either shows before the start."""
     from lex_pretrain.config_io import load_config
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
@@ -504,7 +507,33 @@ def _config_of(subcommand: list[str]) -> Config | None:
     if name not in commands or name == "launch":
         raise RequestError(f"launch cannot start {name!r}; known: {', '.join(set(commands) - {'launch'})}")
     values = commands[name].make_context(name, list(arguments)).params
-    return load_config(values["config"], values["overrides"] or []) if name == "train" else None
+    return _to_launch(load_config(values["config"], values["overrides"] or [])) if name == "train" else None
+
+
+def _to_launch(config: Config) -> "Training":
+    """A training for `launch`, which knows no formulas of its own.
+
+    While nothing tells the vocabulary, the embeddings are left out: preflight will miss the dataset anyway.
+    """
+    from launch.training import ProcessMemory, Training
+    from lex_pretrain.train.plan import USABLE_SHARE, make_plan, with_vocabulary
+    from lex_pretrain.train.room import checkpoint_bytes
+
+    try:
+        known = with_vocabulary(config)
+    except RequestError:
+        known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 1})})
+
+    def memory(world_size: int) -> ProcessMemory:
+        placements = make_plan(known, world_size, mfu=1, peak_tflops=1, gpu_memory_gib=None).placements
+        placed = next(placement for placement in placements if placement.is_configured)
+        states = placed.weights_bytes + placed.gradients_bytes + placed.optimizer_bytes
+        gpu_peak = int(placed.peak_bytes / USABLE_SHARE)
+        return ProcessMemory(states, gpu_peak, placed.cpu_peak_bytes, placed.host_bytes)
+
+    # Those that are kept and the one being written.
+    on_disk = checkpoint_bytes(known, config.zero.stage) * (config.checkpoint.keep_last + 1)
+    return Training(config, on_disk, memory)
 
 
 def main() -> None:

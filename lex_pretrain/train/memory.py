@@ -57,6 +57,15 @@ class StateBytes:
     step: int
     host: int = 0
 
+    @property
+    def held(self) -> int:
+        """On the device from the first step to the last."""
+        return self.weights + self.gradients + self.optimizer
+
+    def peak(self, activations: int) -> int:
+        """On the device at its fullest, with the bytes of a pass's activations."""
+        return self.held + max(self.buffers + activations, self.step)
+
 
 @dataclass(frozen=True)
 class Settings:

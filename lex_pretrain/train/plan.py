@@ -4,6 +4,7 @@ A pure function of the config: nothing is built, no device and no data are neede
 imported.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -38,6 +39,8 @@ class Record(BaseModel):
 class PlacementPlan(Record):
     """Bytes of one process at its peak, what it sends in one optimizer step, and what its host sends to others.
 
+    `cpu_peak_bytes` is the peak of a process on a CPU, whose memory is taken as it is written: no bucket is filled
+    beyond the model's gradients.
     `communication_seconds` is the time of that alone. Efficiency is the share of a step that is computation: `best` if
     messages travel while devices compute, `worst` if these wait for them.
     """
@@ -50,6 +53,7 @@ class PlacementPlan(Record):
     optimizer_bytes: int
     buffers_bytes: int
     peak_bytes: int
+    cpu_peak_bytes: int
     host_bytes: int
     sent_bytes_per_step: int
     network_bytes_per_step: int
@@ -108,6 +112,7 @@ def make_plan(
     """
     config = with_vocabulary(config)
     settings = Settings.of(config, world_size)
+    filled = replace(settings, reduce_bucket=min(settings.reduce_bucket, settings.num_parameters))
     micro = micro_batch_size(config, world_size)
     activations = activation_bytes(config, micro).peak
     gpu_memory = None if gpu_memory_gib is None else int(gpu_memory_gib * 2**30)
@@ -120,8 +125,7 @@ def make_plan(
         if placement.stage == 0 and config.train.precision == "bf16":
             continue  # Config refuses it: DeepSpeed would keep no float32 weights.
         states = state_bytes(settings, placement)
-        held = states.weights + states.gradients + states.optimizer
-        peak = held + max(states.buffers + activations, states.step)
+        peak = states.peak(activations)
         traffic = step_traffic(settings, placement.stage, links.devices_per_host)
         communication = traffic.seconds(world_size, links)
         placements.append(
@@ -134,6 +138,7 @@ def make_plan(
                 optimizer_bytes=states.optimizer,
                 buffers_bytes=states.buffers,
                 peak_bytes=peak,
+                cpu_peak_bytes=state_bytes(filled, placement).peak(activations),
                 host_bytes=states.host,
                 sent_bytes_per_step=traffic.sent_bytes,
                 network_bytes_per_step=traffic.network_bytes(world_size, links),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-TOOLS = ("ip", "sshd", "ssh-keygen", "pdsh", "nsenter", "unshare")
+TOOLS = ("ip", "tc", "sshd", "ssh-keygen", "pdsh", "nsenter", "unshare")
 NUM_HOSTS = 3
 
 
@@ -42,6 +42,14 @@ class Host:
 
     def plug_in(self) -> None:
         _ip("link", "set", self.interface, "up")
+
+    def slow_down(self, rate: str) -> None:
+        """Let no more through to the host, such as `100mbit`."""
+        shape = ["tbf", "rate", rate, "burst", "64kbit", "latency", "400ms"]
+        subprocess.run(["tc", "qdisc", "add", "dev", self.interface, "root", *shape], check=True)
+
+    def speed_up(self) -> None:
+        subprocess.run(["tc", "qdisc", "del", "dev", self.interface, "root"], check=True)
 
     def processes(self, word: str) -> list[psutil.Process]:
         """Processes on the host with a word in their command."""

@@ -1,18 +1,21 @@
-"""A process that the kernel ends for want of memory is told from one that somebody killed, by having it done."""
+"""Control groups of little memory: plans are held against them, and who was killed for want of it is told apart."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.attempt import Outcome
-from launch.memory_kills import count_memory_kills, kernel_message
+from launch.control_group import count_memory_kills
+from launch.memory_kills import kernel_message
 from launch.rank import RankTask, read_failures
 from launch.supervise import describe
+from lex_pretrain.config import Config
+from lex_pretrain.config_io import save_config
 
 # Far more than torchrun itself takes: the kernel ends the largest process, which must be the hungry one.
 LIMIT_BYTES = 2**30
@@ -42,10 +45,12 @@ def hungry(tmp_path: Path) -> Path:
 
 
 def run_in(group: Path, words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])
     return subprocess.run(
         ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])},
+        # Wide enough for a table with a line for each fault.
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -69,6 +74,44 @@ def test_torchrun_says_so_on_this_host(small_group: Path, hungry: Path) -> None:
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     assert "was ended by SIGKILL" in done.stderr
     assert "the kernel killed it for want of memory" in done.stderr
+
+
+def test_doctor_holds_a_plan_against_what_the_group_has_left(
+    small_group: Path, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    save_config(tiny_config(model={"hidden_size": 1024, "num_layers": 16}), tmp_path / "run.yaml")
+    done = run_in(small_group, ["-m", "lex_pretrain", "doctor", "--config", "run.yaml"], tmp_path)
+    assert done.returncode == 1, done.stderr
+    for words in ("its control group has", "weights, gradients and optimizer", "a higher zero.stage, fewer slots"):
+        assert words in done.stderr
+
+
+def test_version_2_of_control_groups_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
+    """Files as in Linux's cgroup-v2.rst, for a container, which sees its own group as the root of all."""
+    files = {
+        "memory.events": "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n",
+        "memory.max": "1000000\n",
+        "memory.current": "700000\n",
+        "memory.stat": "anon 300000\nfile 400000\ninactive_file 150000\nactive_file 250000\n",
+    }
+    group = tmp_path / "group"
+    group.mkdir()
+    for name, text in files.items():
+        (group / name).write_text(text)
+    script = "from launch.control_group import *; print(count_memory_kills(), memory_left_bytes())"
+
+    def read() -> str:
+        mounted = f'mount --bind "{group}" {CONTROL_GROUPS} && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "unshare" in done.stderr or "mount" in done.stderr:
+            pytest.skip(f"SKIPPED VERSION 2 OF CONTROL GROUPS: it needs root and mount namespaces: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert read() == "2 450000"
+    (group / "memory.max").write_text("max\n")
+    assert read() == "2 None"
 
 
 def test_a_process_that_somebody_killed_is_not_said_to_lack_memory() -> None:
