@@ -1,13 +1,10 @@
 """The command line: the one place that knows all rooms. Each command imports what it needs when it runs."""
 
-import logging
-import os
 import shlex
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -15,7 +12,8 @@ from typer.main import get_command
 
 from lex_pretrain import __version__
 from lex_pretrain.config import Config
-from lex_pretrain.errors import JobError, LexError, RequestError, StoppedError
+from lex_pretrain.ending import leave, run_command
+from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.progress import configure_logging, console, logger
 
 if TYPE_CHECKING:
@@ -538,49 +536,4 @@ def _to_launch(config: Config) -> "Training":
 
 def main() -> None:
     """Run the command; errors become one message on stderr and the exit code that docs/cli.md promises."""
-    _end(_run(debug="--debug" in sys.argv))
-
-
-def _run(debug: bool) -> int:
-    try:
-        app()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except LexError as error:
-        if os.environ.get("RANK", "0") == "0" or not error.on_every_rank:
-            _say(error, debug)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        _say(error, debug)
-        return 1
-    return 0
-
-
-def _end(code: int) -> NoReturn:
-    """Leave the process with this code; one of several ranks leaves without taking Python apart.
-
-    A rank of a job that was done has once been ended by SIGABRT on its way out, most likely for threads of torch that
-    still needed Python, and the job counted as failed. Under MPI its own way out is kept.
-    """
-    one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules
-    if one_of_several and "mpi4py.MPI" not in sys.modules:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def _say(error: Exception, debug: bool) -> None:
-    if not logger.handlers:
-        configure_logging(debug)
-    if debug:
-        traceback.print_exception(error)
-    expected = isinstance(error, LexError)
-    message = str(error) if expected else f"{type(error).__name__}: {error} (run with --debug for the traceback)"
-    rank = os.environ.get("RANK")
-    where = f" on rank {rank}" if rank not in (None, "0") else ""
-    label = "" if isinstance(error, StoppedError) else f"error{where}: "
-    logger.log(logging.INFO if isinstance(error, StoppedError) else logging.ERROR, "%s%s", label, message)
+    leave(run_command(app, debug="--debug" in sys.argv))
