@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from lex_pretrain.errors import LexError
 from lex_pretrain.ranks import die_with_parent, join_process_group, leave_process_group
 
 NUM_BYTES = 16 * 2**20
@@ -101,7 +100,7 @@ def _run_process(part: Part, local_rank: int, writing: Connection) -> None:
     os.environ.update({name: str(value) for name, value in zip(names, ranks, strict=True)})
     try:
         found = _sum_over_all()
-    except (LexError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
         found = _Sum(fault=(str(error).strip().splitlines() or [type(error).__name__])[0])
     writing.send(found)
 

@@ -117,14 +117,28 @@ def code_sha256() -> str:
 
 
 def find_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs here, by their driver's own tool; none where it is not installed."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    """The NVIDIA GPUs here that CUDA_VISIBLE_DEVICES leaves, by their driver's own tool; none where it is missing."""
+    columns = "index,uuid,name,driver_version,memory.total,memory.used"
+    query = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [Gpu(name, driver, int(total), int(used)) for name, driver, total, used in rows]
+    by_name = {}
+    for index, uuid, name, driver, total, used in rows:
+        by_name[index] = by_name[uuid] = Gpu(name, driver, int(total), int(used))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [by_name[index] for index, *_ in rows]
+    # CUDA takes beginnings of a uuid too, and stops at the first name that is none.
+    chosen = []
+    for wanted in map(str.strip, visible.split(",")):
+        names = [name for name in by_name if name == wanted or (wanted.startswith("GPU-") and name.startswith(wanted))]
+        if not names:
+            break
+        chosen.append(by_name[names[0]])
+    return chosen
 
 
 def reach(peers: dict[str, int]) -> dict[str, dict[str, str]]:

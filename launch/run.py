@@ -39,6 +39,7 @@ from lex_pretrain.files import write_text
 
 # Shown where no host was asked for a port that is free.
 DRY_RUN_PORT = 29_500
+SECONDS_TO_FREE = 10
 # What each launcher needs on this host, and where it comes from.
 PROGRAMS: Mapping[Launcher, tuple[str, str]] = {
     "deepspeed": ("pdsh", "install pdsh, for example with apt-get install pdsh"),
@@ -92,6 +93,10 @@ def launch(options: LaunchOptions, subcommand: list[str], training: Training | N
             failures = read_failures(job.log_folder)
             return replace(outcome, failures=failures, exit_code=failures[0].job_exit_code) if failures else outcome
         found = preflight(hosts, training, forwarded_variables(os.environ, options.forward))
+        if found.fatal and number > 0:
+            # What the ended job held, a GPU's memory say, may not be free at once.
+            time.sleep(SECONDS_TO_FREE)
+            found = preflight(hosts, training, forwarded_variables(os.environ, options.forward))
         found.show()
         if found.fatal and number == 0:
             raise RequestError(f"nothing was started: {sum(fault.fatal for fault in found.faults)} things in the way")

@@ -283,12 +283,13 @@ def evaluate(
     json_output: Annotated[bool, typer.Option("--json", help="print results.json on stdout")] = False,
 ) -> None:
     """Perplexity against length on whole documents, retrieval and attention resolution, with a report."""
-    from lex_pretrain.config import AttentionMode, Precision
+    from lex_pretrain.config import Precision
     from lex_pretrain.evaluate.evaluation import EvaluationRequest, evaluate
     from lex_pretrain.evaluate.report import write_report
     from lex_pretrain.evaluate.results import WindowMode
     from lex_pretrain.evaluate.tables import summary_table
     from lex_pretrain.model.positions import RopeScaling
+    from lex_pretrain.model_config import AttentionMode
 
     if not data:
         raise RequestError("--data is missing: a dataset folder, or text files that the model was not trained on")
@@ -380,8 +381,8 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 1,
 ) -> None:
     """Go on from a prompt, printed as it comes; the cache never holds more than two blocks with blockwise attention."""
-    from lex_pretrain.config import AttentionMode
     from lex_pretrain.generation import Generator, Sampling
+    from lex_pretrain.model_config import AttentionMode
 
     if attention not in get_args(AttentionMode):
         raise RequestError(f"--attention {attention} is unknown; known: {', '.join(get_args(AttentionMode))}")

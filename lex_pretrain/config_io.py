@@ -41,13 +41,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> Config:
 
 def save_config(config: Config, file: Path) -> None:
     """Write the resolved config, which `load_config` reads back to the same values."""
-    write_text(file, config_text(config))
-
-
-def config_text(config: Config) -> str:
-    """The resolved config as YAML."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    return text
+    write_text(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def differing_keys(old: Any, new: Any, prefix: str = "") -> list[str]:

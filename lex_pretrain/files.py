@@ -91,10 +91,6 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_of_bytes(content: bytes | memoryview) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def sha256_of_json(value: Any) -> str:
     """A fingerprint of a JSON value that does not depend on the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

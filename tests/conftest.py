@@ -137,7 +137,7 @@ def save_checkpoint(folder: Path, config: Config, dataset: Path) -> Path:
     from safetensors.torch import save_file
 
     from lex_pretrain.model.decoder import Decoder
-    from lex_pretrain.train.checkpoint import gather_weights
+    from lex_pretrain.train.snapshot import gather_weights
     from lex_pretrain.train.trainer import resolve_vocab_size
 
     folder.mkdir(parents=True)

@@ -34,7 +34,7 @@ def main() -> None:
         file, num_processes, *extra = argument.split(",")
         killed, fault = extra == ["killed"], extra[0] if extra and extra != ["killed"] else None
         config = load_config(Path(file))
-        processes = start(config, int(num_processes), fault, pause_seconds=0.1 if killed else 0.0)
+        processes = start(config, int(num_processes), fault, pause_seconds=0.3 if killed else 0.0)
         if killed:
             wait_for_save(Path(config.run.output_dir), processes)
             os.kill(processes[0], signal.SIGKILL)

@@ -12,8 +12,8 @@ import torch
 
 from lex_pretrain.config_io import load_config
 from lex_pretrain.ranks import leave_process_group
-from lex_pretrain.train.checkpoint import gather_weights
 from lex_pretrain.train.distributed import init_distributed
+from lex_pretrain.train.snapshot import gather_weights
 from lex_pretrain.train.trainer import make_engine
 
 MODES = ("causal", "blockwise", "sliding", "sinks")

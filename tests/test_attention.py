@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attend import CausalAttend
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.cache import LayerCache
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.positions import AlibiPositions, RotaryPositions, XPosPositions, make_positions
+from lex_pretrain.model_config import AttentionMode, ModelSection
 from tests import references
 
 CPU = torch.device("cpu")

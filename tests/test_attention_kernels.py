@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.model import attend as attend_module
 from lex_pretrain.model.attend import CausalAttend
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.cache import LayerCache
 from lex_pretrain.model.positions import make_positions
+from lex_pretrain.model_config import AttentionMode
 from tests.test_attention import MODES, SCHEMES, model_section
 
 BLOCK, WINDOW, NUM_HEADS, HEAD_SIZE = 64, 128, 4, 64

@@ -5,10 +5,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lex_pretrain.config import ModelSection
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.flops import forward_flops_per_token
 from lex_pretrain.model.parameters import count_parameters
+from lex_pretrain.model_config import ModelSection
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
 from tests.test_attention import model_section
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.evaluate.documents import ScoredDocument
 from lex_pretrain.evaluate.retrieval import DEPTHS, ask, make_context, make_needle, measure_retrieval
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.ranks import Ranks
 from lex_pretrain.tokenizer import Tokenizer
 from tests.test_attention import model_section

@@ -217,6 +217,6 @@ def test_the_folder_appears_whole_or_not_at_all(
 
 
 def test_two_modules_of_one_file_name_are_refused() -> None:
-    assert set(collect_sources(["lex_pretrain.model.positions"])) == {"positions.py", "config.py"}
+    assert set(collect_sources(["lex_pretrain.model.positions"])) == {"positions.py", "model_config.py"}
     with pytest.raises(ValueError, match=r"lex_pretrain\.model\.__init__ would both be __init__\.py"):
         collect_sources(["lex_pretrain.model.__init__", "lex_pretrain.__init__"])

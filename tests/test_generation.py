@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.generation import Generator, Sampling, generate_tokens, stop_before, stream_text
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.tokenizer import Tokenizer
 from tests.test_attention import MODES, model_section
 

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from lex_pretrain.config import Config, ModelSection
+from lex_pretrain.config import Config
 from lex_pretrain.config_io import load_config
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model import attend, positions
 from lex_pretrain.model.activations import activation_bytes
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.parameters import count_parameters, parameter_tensors
+from lex_pretrain.model_config import ModelSection
 from lex_pretrain.train import loss
 from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
 from lex_pretrain.train.plan import PlacementPlan, Plan, make_plan

@@ -5,13 +5,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
 from launch.all_reduce import Part, Result
 from launch.faults import Fault, all_reduce_faults, memory_faults
-from launch.probe import Facts, Gpu, Question, gather_facts
+from launch.probe import Facts, Gpu, Question, find_gpus, gather_facts
 from launch.training import ProcessMemory, Training
 from lex_pretrain.config import Config
 from lex_pretrain.errors import RequestError
@@ -102,3 +103,24 @@ def test_an_all_reduce_that_nobody_else_joins_ends_and_leaves_no_process() -> No
     assert fault.host == "a"
     for process in psutil.process_iter(["cmdline"]):
         assert process.info["cmdline"] != probe.args
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, [10, 20, 30]), ("2,0", [30, 10]), ("GPU-bb", [20]), ("1,7,0", [20]), ("", [])],
+)
+def test_gpus_that_are_hidden_from_cuda_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    rows = [
+        f"{index}, GPU-{name}, H200, 570.1, 100, {10 * index + 10}" for index, name in enumerate(("aa1", "bb2", "cc3"))
+    ]
+    tool.write_text("#!/bin/sh\nprintf '%s\\n' " + " ".join(f"'{row}'" for row in rows) + "\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.used_mib for gpu in find_gpus()] == expected

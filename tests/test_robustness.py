@@ -318,4 +318,4 @@ def test_kills_at_random_moments_of_a_save_never_cost_more_than_the_steps_since_
         assert after["resumed"] == [before["newest"]]
     assert "broken" not in done.stderr
     # The kills did hit saves.
-    assert sum(bool(kill["unfinished"]) for kill in kills) >= 5
+    assert sum(bool(kill["unfinished"]) for kill in kills) >= 3

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.evaluate.perplexity import BATCH_TOKENS, token_losses
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 from tests.test_attention import model_section
 
 # Prints the peak memory of a process that scores a document, in bytes.
@@ -16,7 +16,7 @@ SCORE = """
 import resource, sys
 import numpy as np
 import torch
-from lex_pretrain.config import ModelSection
+from lex_pretrain.model_config import ModelSection
 from lex_pretrain.evaluate.perplexity import score_pieces
 from lex_pretrain.model.decoder import Decoder
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lex_pretrain import __version__
-from lex_pretrain.config import AttentionMode, Precision
+from lex_pretrain.config import Precision
 from lex_pretrain.errors import RequestError
 from lex_pretrain.evaluate.documents import ReadTexts, ScoredDocument, documents_sha256, load_documents
 from lex_pretrain.evaluate.intervals import perplexity_interval
@@ -34,6 +34,7 @@ from lex_pretrain.files import sha256_of_json
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE, LoadedModel, load_decoder
 from lex_pretrain.model.positions import RopeScaling, make_positions
+from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.ranks import find_ranks, join_process_group, leave_process_group
 from lex_pretrain.tokenizer import Tokenizer
 

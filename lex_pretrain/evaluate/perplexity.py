@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.evaluate.results import ScoringMode
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 
 # Tokens of one forward pass; with causal attention the longest length alone may be more.
 BATCH_TOKENS = 8192

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import read_json, write_json
+from lex_pretrain.model_config import AttentionMode
 
 RESULTS_FILE = "results.json"
 FORMAT_VERSION: Literal[1] = 1

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.evaluate.documents import ScoredDocument
 from lex_pretrain.evaluate.perplexity import hidden_parts
 from lex_pretrain.evaluate.results import RetrievalRecord, RetrievalTask
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.progress import progress
 from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from lex_pretrain.config import AttentionMode, ModelSection
+from lex_pretrain.model_config import AttentionMode, ModelSection
 
 
 class LexConfig(PreTrainedConfig):  # type: ignore[misc]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.export.configuration_lex import LexConfig
 from lex_pretrain.model.cache import Cache
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 
 # What the library calls a cache, since 5.24 and before.
 _CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"

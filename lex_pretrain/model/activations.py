@@ -16,8 +16,9 @@ Shapes: B sequences, T tokens of one, E hidden size, F inner width of the feed-f
 
 from dataclasses import dataclass
 
-from lex_pretrain.config import Config, ModelSection
+from lex_pretrain.config import Config
 from lex_pretrain.model.parameters import padded_vocab_size
+from lex_pretrain.model_config import ModelSection
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FP32_BYTES = 4

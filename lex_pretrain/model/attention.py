@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attend import CausalAttend, Documents, Sinks
 from lex_pretrain.model.cache import LayerCache
 from lex_pretrain.model.positions import Positions
+from lex_pretrain.model_config import AttentionMode, ModelSection
 
 # Queries [B, T, H, D], keys and values [B, T, G, D], the layer's cache, dropout; returns [B, T, H, D].
 Attention = Callable[[Tensor, Tensor, Tensor, LayerCache | None, float], Tensor]

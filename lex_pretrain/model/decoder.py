@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lex_pretrain.config import AttentionMode, ModelSection
 from lex_pretrain.model.attention import Attention, RaggedAttention, make_attention
 from lex_pretrain.model.cache import Cache, LayerCache
 from lex_pretrain.model.init import initialize
 from lex_pretrain.model.parameters import padded_vocab_size
 from lex_pretrain.model.positions import make_positions
+from lex_pretrain.model_config import AttentionMode, ModelSection
 
 
 def make_norm(config: ModelSection, size: int) -> nn.Module:

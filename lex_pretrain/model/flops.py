@@ -1,7 +1,7 @@
 """Floating-point operations of the decoder, by formula. A multiplication with its addition counts as two."""
 
-from lex_pretrain.config import ModelSection
 from lex_pretrain.model.parameters import padded_vocab_size
+from lex_pretrain.model_config import ModelSection
 
 
 def forward_flops_per_token(config: ModelSection) -> float:

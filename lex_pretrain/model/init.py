@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from lex_pretrain.config import ModelSection
+from lex_pretrain.model_config import ModelSection
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
 

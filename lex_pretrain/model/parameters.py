@@ -6,7 +6,7 @@ Shapes: E hidden size, F inner width of the feed-forward, V rows of the padded v
 import math
 from typing import NamedTuple
 
-from lex_pretrain.config import ModelSection
+from lex_pretrain.model_config import ModelSection
 
 VOCABULARY_MULTIPLE = 128
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lex_pretrain.config import ModelSection
+from lex_pretrain.model_config import ModelSection
 
 Role = Literal["query", "key"]
 RopeScaling = Literal["linear", "ntk", "yarn"]

@@ -11,19 +11,21 @@ Inside: `deepspeed/` (DeepSpeed's own files), `model.safetensors` (the weights t
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from lex_pretrain.config import Config
-from lex_pretrain.config_io import config_text
+from lex_pretrain.config_io import save_config
 from lex_pretrain.errors import JobError, RequestError, SharedJobError
 from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
@@ -33,7 +35,7 @@ from lex_pretrain.train.conversion import convert_to_universal, optimizer_kept_a
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
 from lex_pretrain.train.room import checkpoint_bytes, lack_of_room
-from lex_pretrain.train.snapshot import deepspeed_files, weights_file, write_files
+from lex_pretrain.train.snapshot import deepspeed_files, gather_weights, start_thread, write_files
 from lex_pretrain.train.state import TrainState, sample_ranges
 
 DEEPSPEED_TAG = "deepspeed"
@@ -82,7 +84,6 @@ class Checkpoints:
         self.ranks = ranks
         self.tokenizer_file = tokenizer_file
         self.folder = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: PendingSave | None = None
 
     def check_room(self) -> None:
@@ -98,7 +99,8 @@ class Checkpoints:
     def begin_save(self, engine: Any, decoder: Decoder, state: TrainState) -> None:
         """Copy the checkpoint of `state.step` into memory and begin to write it, on all ranks together.
 
-        One at a time: `finish_save` comes before the next. Raises SharedJobError where its folder cannot be made.
+        One at a time: `finish_save` comes before the next. With `checkpoint.in_background` false, DeepSpeed's files are
+        written here, without a copy. Raises SharedJobError where its folder cannot be made.
         """
         started = time.perf_counter()
         final = self.folder / f"step-{state.step:08d}"
@@ -109,15 +111,14 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
         with self._all_or_none(temporary), quiet_deepspeed():
-            files = deepspeed_files(engine, temporary, DEEPSPEED_TAG)
-        weights = weights_file(decoder, keep=main)
-        with self._all_or_none(temporary):
-            if weights is not None:
-                files[WEIGHTS_FILE] = weights
-                files[CONFIG_FILE] = config_text(self.config).encode()
-                files[TOKENIZER_FILE] = self.tokenizer_file.read_bytes()
-                files[STATE_FILE] = json.dumps(dataclasses.asdict(state), indent=2).encode()
-        written = self._threads.submit(write_files, temporary, files)
+            files = deepspeed_files(engine, temporary, DEEPSPEED_TAG, self.config.checkpoint.in_background)
+        weights = gather_weights(decoder, keep=main)
+        if main:
+            files[WEIGHTS_FILE] = partial(save_file, weights)
+            files[CONFIG_FILE] = partial(save_config, self.config)
+            files[TOKENIZER_FILE] = partial(shutil.copyfile, self.tokenizer_file)
+            files[STATE_FILE] = lambda file: write_json(file, dataclasses.asdict(state))
+        written = start_thread(partial(write_files, temporary, files))
         self._pending = PendingSave(state.step, temporary, final, written, time.perf_counter() - started)
 
     @property
@@ -151,7 +152,7 @@ class Checkpoints:
         faults: list[str] = []
         try:
             yield
-        except (OSError, JobError) as error:
+        except (OSError, SafetensorError) as error:
             faults.append(str(error))
         faults = gather_lists(faults, self.ranks)
         if not faults:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lex_pretrain.config import AttentionMode
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import AttentionMode
 
 # Rows of logits that the loss holds in float32 at a time; as many as stay in a core's second-level cache.
 _BLOCK_ELEMENTS = 131_072

@@ -1,5 +1,6 @@
 """One training run: where it starts, the loop over steps, and going back when it has gone wrong."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,11 @@ def train_alone(
         with trainer.watchdog.watching():
             for step in run_steps(trainer, checkpoints, monitor, state, stop, last_step or config.num_steps):
                 after_step(step)
+    except SharedJobError:
+        # All ranks are here, and what was begun before the fault is good.
+        with contextlib.suppress(SharedJobError):
+            finish_save(checkpoints, monitor)
+        raise
     finally:
         monitor.close()
 
@@ -154,11 +160,13 @@ def run_steps(
             trainer.watchdog.progress(f"validating after step {state.step}")
             monitor.event("validation", step=state.step, **validation.run(trainer.engine))
         if due:
-            trainer.watchdog.progress(f"saving step {state.step}")
+            trainer.watchdog.progress("waiting for the checkpoint before")
             finish_save(checkpoints, monitor)
+            trainer.watchdog.progress(f"saving step {state.step}")
             checkpoints.check_room()
             checkpoints.begin_save(trainer.engine, trainer.decoder, state)
             if done or result.stop_requested or not config.checkpoint.in_background:
+                trainer.watchdog.progress(f"writing the checkpoint of step {state.step}")
                 finish_save(checkpoints, monitor)
         if result.stop_requested and not done:
             raise StoppedError(
@@ -201,6 +209,7 @@ def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state:
     Raises SharedJobError when there is none, or the run has gone back to it too often.
     """
     finish_save(checkpoints, monitor)
+    trainer.watchdog.progress(f"looking for a checkpoint before step {state.step}")
     found = checkpoints.newest_good(before_step=state.step)
     if found is None:
         raise SharedJobError(
@@ -219,8 +228,8 @@ def go_back(trainer: Trainer, checkpoints: Checkpoints, monitor: Monitor, state:
     checkpoints.pass_over(passed_over)
     if plan.is_universal and not trainer.load_universal:
         raise SharedJobError(
-            f"step {state.step}: {reason}. The last good checkpoint, {folder.name}, is of another number of processes; "
-            "run the same command again to go on from there"
+            f"step {state.step}: {reason}. The last good checkpoint, {folder.name}, is of another number of "
+            "processes or ZeRO stage; run the same command again to go on from there"
         )
     checkpoints.load(trainer.engine, plan)
     monitor.event(

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 import torch.distributed
 
-from lex_pretrain.config import AttentionMode, Config
+from lex_pretrain.config import Config
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import RequestError
+from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.ranks import Ranks
 
 LONG_FACTOR = 4

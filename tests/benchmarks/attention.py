@@ -2,9 +2,9 @@
 
 import torch
 
-from lex_pretrain.config import ModelSection
 from lex_pretrain.model.attention import make_attention
 from lex_pretrain.model.positions import make_positions
+from lex_pretrain.model_config import ModelSection
 from tests.benchmarks.timing import median_seconds
 
 NUM_TOKENS = 16_384

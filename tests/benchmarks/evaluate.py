@@ -10,11 +10,11 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from lex_pretrain.config import ModelSection
 from lex_pretrain.evaluate.documents import ScoredDocument
 from lex_pretrain.evaluate.perplexity import BATCH_TOKENS, LOGIT_POSITIONS, score_pieces
 from lex_pretrain.evaluate.scoring import Task, score_all
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import ModelSection
 from lex_pretrain.ranks import Ranks
 from tests.benchmarks.timing import median_seconds
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lex_pretrain.config import ModelSection
 from lex_pretrain.model.decoder import Decoder
+from lex_pretrain.model_config import ModelSection
 from lex_pretrain.train.loss import NextTokenLoss
 from tests.benchmarks.timing import median_seconds
 
