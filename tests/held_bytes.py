@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lex_pretrain.config import Config
+from lex_pretrain.ending import leave
 from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.checkpoint import Checkpoints, TrainState
 from lex_pretrain.train.distributed import init_distributed
@@ -127,3 +128,4 @@ def main(cases_file: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

@@ -15,6 +15,7 @@ import torch
 
 from lex_pretrain.config import Config
 from lex_pretrain.data.loader import Loader, open_sources
+from lex_pretrain.ending import leave
 from lex_pretrain.ranks import Ranks, leave_process_group
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.trainer import Trainer
@@ -53,3 +54,4 @@ def main(cases_file: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lex_pretrain.config_io import load_config
+from lex_pretrain.ending import leave
 from lex_pretrain.ranks import leave_process_group
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.snapshot import gather_weights
@@ -39,3 +40,4 @@ def examine(config_file: Path, output: Path) -> None:
 
 if __name__ == "__main__":
     examine(Path(sys.argv[1]), Path(sys.argv[2]))
+    leave(0)

@@ -16,6 +16,7 @@ import torch
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import load_config
 from lex_pretrain.data.loader import Loader, open_sources
+from lex_pretrain.ending import leave
 from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.train import trainer
 from lex_pretrain.train.distributed import init_distributed
@@ -90,3 +91,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

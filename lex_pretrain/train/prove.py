@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from lex_pretrain.config import Config
-from lex_pretrain.errors import JobError, LexError, RequestError
+from lex_pretrain.ending import leave, run_command
+from lex_pretrain.errors import JobError, RequestError
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
 from lex_pretrain.progress import configure_logging
@@ -129,12 +130,8 @@ def main() -> None:
         if step == part.killed_after_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    try:
-        train(Config.model_validate(part.config), last_step=part.last_step, after_step=kill)
-    except LexError as error:
-        if find_ranks(os.environ).rank == 0 or not error.on_every_rank:
-            logger.error("error: %s", error)
-        sys.exit(error.exit_code)
+    config = Config.model_validate(part.config)
+    leave(run_command(lambda: train(config, last_step=part.last_step, after_step=kill), debug=False))
 
 
 if __name__ == "__main__":
