@@ -66,7 +66,8 @@ def test_training_under_mpiexec_agrees_on_a_master_and_equals_torchrun(
 
 @pytest.mark.slow
 def test_quickstart_of_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real quickstart with a smaller corpus, shorter lengths and the least steps."""
+    """The real quickstart with a smaller corpus, shorter lengths, the least steps and one process."""
+    monkeypatch.setattr("lex_pretrain.quickstart.choose_num_processes", lambda: (1, "quick to start"))
     monkeypatch.setattr("lex_pretrain.quickstart.CORPUS_BYTES", 6 * 2**20)
     monkeypatch.setattr("lex_pretrain.quickstart.LENGTHS", (64, 128, 1024))
     monkeypatch.setattr("lex_pretrain.quickstart.NUM_DOCUMENTS", 2)
