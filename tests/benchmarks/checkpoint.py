@@ -17,8 +17,8 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records
 from tests.benchmarks.train import make_dataset
 
-_EVERY_STEPS = 8
-_STEPS = 33
+_EVERY_STEPS = 6
+_STEPS = 19
 
 
 def run() -> list[str]:
@@ -27,7 +27,7 @@ def run() -> list[str]:
         folder = Path(name)
         data = make_dataset(folder / "data")
         return [
-            f"checkpoint: hidden 768, 12 layers, every {_EVERY_STEPS} steps of 4 x 256 tokens",
+            f"checkpoint: hidden 768, 4 layers, every {_EVERY_STEPS} steps of 4 x 256 tokens",
             *itertools.chain.from_iterable(_measure(folder, data, in_background) for in_background in (True, False)),
         ]
 
@@ -38,7 +38,7 @@ def _measure(folder: Path, data: Path, in_background: bool) -> list[str]:
         {
             "run": {"output_dir": str(output)},
             "data": {"path": str(data)},
-            "model": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 256},
+            "model": {"num_layers": 4, "hidden_size": 768, "num_heads": 12, "sequence_length": 256},
             "train": {"num_steps": _STEPS, "global_batch_size": 4, "precision": "bf16"},
             "schedule": {"warmup_steps": 2},
             "checkpoint": {"every_steps": _EVERY_STEPS, "keep_last": 1, "in_background": in_background},
