@@ -1,7 +1,6 @@
 """The files of a checkpoint: those that DeepSpeed writes and the gathered weights, now or from a copy in memory."""
 
 import contextlib
-import hashlib
 import io
 import os
 import threading
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lex_pretrain.files import sync_folder
+from lex_pretrain.files import sha256_of_file, sync_folder
 from lex_pretrain.model.decoder import Decoder
 
 # How each file is written, by its path in the checkpoint's folder.
@@ -93,9 +92,8 @@ def write_files(folder: Path, files: Files) -> list[dict[str, Any]]:
         files.pop(path)(file)
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-            checksum = hashlib.file_digest(opened, "sha256").hexdigest()
         sync_folder(file.parent)
-        entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": checksum})
+        entries.append({"path": path, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)})
     return entries
 
 
