@@ -101,7 +101,7 @@ def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training
         those = f"{count} of {world_size} processes" if count < world_size else f"all processes ({count})"
         if its_facts.gpus:
             number, gpu = min(enumerate(its_facts.gpus[:count]), key=lambda item: item[1].free_bytes)
-            taken = _Taken(f"each of {world_size} processes", memory.states, memory.gpu_peak)
+            taken = _Taken(f"each of {world_size} processes", 1, memory.states, memory.gpu_peak)
             room = f"GPU {number} has {_size(gpu.free_bytes)} left"
             faults += _lack(host, taken, gpu.free_bytes, room, training.config, on_gpu=True)
             if (offloaded := count * memory.offloaded) > available:
@@ -109,7 +109,7 @@ def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training
                 faults.append(Fault(host, what, "offload less, or use more hosts"))
         else:
             states, peak = (count * (part + memory.offloaded) for part in (memory.states, memory.cpu_peak))
-            taken = _Taken(those, states, peak)
+            taken = _Taken(those, count, states, peak)
             faults += _lack(host, taken, available, there, training.config, on_gpu=False)
     return faults
 
@@ -119,28 +119,30 @@ class _Taken:
     """Bytes that some processes take together."""
 
     by: str
+    num_processes: int
     states: int
     peak: int
 
 
 def _lack(host: str, taken: _Taken, free_bytes: int, room: str, config: Config, on_gpu: bool) -> list[Fault]:
     states = f"weights, gradients and optimizer state of {taken.by}"
+    ways_out = _ways_out(config, taken.num_processes, on_gpu)
     if taken.states > free_bytes:
-        return [Fault(host, f"{states} take {_size(taken.states)}; {room}", ", ".join(_ways_out(config, on_gpu)))]
+        return [Fault(host, f"{states} take {_size(taken.states)}; {room}", ", ".join(ways_out))]
     if taken.peak > free_bytes:
         and_more = "activations, buffers and what CUDA needs" if on_gpu else "activations and buffers"
         what = f"{states} fit, but take about {_size(taken.peak)} with {and_more}; {room}"
         ways = [] if config.train.micro_batch_size == 1 else ["a smaller train.micro_batch_size"]
         ways += [] if config.train.activation_checkpointing else ["train.activation_checkpointing=1"]
-        return [Fault(host, what, ", ".join(ways + _ways_out(config, on_gpu)), fatal=False)]
+        return [Fault(host, what, ", ".join(ways + ways_out), fatal=False)]
     return []
 
 
-def _ways_out(config: Config, on_gpu: bool) -> list[str]:
+def _ways_out(config: Config, num_processes: int, on_gpu: bool) -> list[str]:
     """What makes states smaller on a process or a host, as far as the config does not do it yet."""
     ways = [] if config.zero.stage == 3 else ["a higher zero.stage"]
     if not on_gpu:
-        return [*ways, "fewer slots", "more hosts"]
+        return [*ways, *(["fewer slots"] if num_processes > 1 else []), "more hosts"]
     if not config.zero.offload_optimizer:
         ways.append("zero.offload_optimizer=true")
     return [*ways, "more GPUs"]

@@ -27,11 +27,11 @@ def facts() -> Facts:
     return gather_facts(Question([], None))
 
 
-def faults_of(facts: Facts, config: Config, memory: ProcessMemory = MEMORY) -> list[Fault]:
-    """Of two hosts, the first with three processes and the facts, the second with one and room for everything."""
+def faults_of(facts: Facts, config: Config, memory: ProcessMemory = MEMORY, slots: int = 3) -> list[Fault]:
+    """Of two hosts, the first with the facts, the second with one process and room for everything."""
     roomy = dataclasses.replace(facts, gpus=[], memory_available_bytes=1000 * GIB)
     training = Training(config, 0, lambda world_size: memory)
-    return memory_faults({"a": facts, "b": roomy}, {"a": 3, "b": 1}, training)
+    return memory_faults({"a": facts, "b": roomy}, {"a": slots, "b": 1}, training)
 
 
 def test_states_must_fit_and_activations_should_on_cpus(facts: Facts, tiny_config: Callable[..., Config]) -> None:
@@ -51,6 +51,9 @@ def test_states_must_fit_and_activations_should_on_cpus(facts: Facts, tiny_confi
     assert lacking.host == "a"
     assert "3 of 4 processes take 12.0 GiB; its control group has 11.0 GiB left" in lacking.what
     assert lacking.way_out == "fewer slots, more hosts"
+    limited = dataclasses.replace(facts, gpus=[], memory_available_bytes=3 * GIB, memory_is_limited=True)
+    (only_one,) = faults_of(limited, config, slots=1)
+    assert only_one.way_out == "more hosts"
 
 
 def test_each_gpu_must_hold_its_process_and_the_host_what_is_offloaded(
