@@ -60,13 +60,21 @@ def start_run(name: str, output: Path, data: Path, num_steps: int) -> "subproces
 
 
 def wait_for_step(run: Path, step: int, in_a_save: bool, launcher: "subprocess.Popen[bytes]") -> None:
-    """Return after `step`, or with `in_a_save` when a checkpoint after that is being written."""
+    """Return after `step`, or with `in_a_save` when a checkpoint after that is being written by this launch."""
+    started = time.time()
     while last_step(run) < step:
         if launcher.poll() is not None:
             raise SystemExit(f"{run} ended by itself with {launcher.returncode}")
         time.sleep(0.5)
-    while in_a_save and not any((run / "checkpoints").glob(".step-*.tmp")):
+    while in_a_save and not any(is_newer(folder, started) for folder in (run / "checkpoints").glob(".step-*.tmp")):
         time.sleep(0.005)
+
+
+def is_newer(folder: Path, moment: float) -> bool:
+    try:
+        return folder.stat().st_mtime > moment
+    except FileNotFoundError:
+        return False
 
 
 def last_step(run: Path) -> int:
