@@ -3,27 +3,32 @@
     python -m tests.endurance --data DATASET --output DIR --steps 2000
 
 Takes about an hour for 2,000 steps on two cores, so no test runs it. It ends with 1 unless both runs have the same
-losses, learning rates and gradient norms at every step and the same weights at the end, and leaves `curves.png`.
+losses, learning rates and gradient norms at every step, validations and last weights, and leaves `curves.png`.
 """
 
 import argparse
-import os
+import contextlib
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from lex_pretrain.errors import StoppedError
 from lex_pretrain.files import sha256_of_file
-from lex_pretrain.monitor.metrics import read_records, read_steps
+from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
 from lex_pretrain.progress import console
 
 CONFIG = Path(__file__).parent.parent / "configs" / "paper-mini" / "xpos.yaml"
 COMPARED = ("loss", "lr", "grad_norm", "samples", "tokens")
 SAVE_EVERY_STEPS = 25
+NUM_VALIDATIONS = 10
 
 
 def main() -> None:
@@ -36,25 +41,41 @@ def main() -> None:
         parser.error(f"--steps must be at least {8 * len(KILLS)}: there are {len(KILLS)} kills")
     arguments.output.mkdir(parents=True)
 
-    def start(name: str) -> "subprocess.Popen[bytes]":
-        return start_run(name, arguments.output, arguments.data, arguments.steps)
+    started = []
 
-    whole = start("whole")
-    margin = arguments.steps // 12
-    kill_steps = sorted(random.Random(5).sample(range(margin, arguments.steps - margin), len(KILLS)))
-    for step, (kind, in_a_save, kill) in zip(kill_steps, KILLS, strict=True):
-        launcher = start("twin")
-        wait_for_step(arguments.output / "twin", step, in_a_save, launcher)
-        kill(launcher.pid)
-        say(f"{kind} at step {last_step(arguments.output / 'twin')}; exit code {launcher.wait()}")
-    say(f"the twin ended with {start('twin').wait()}, the whole run with {whole.wait()}")
+    def start(name: str) -> "subprocess.Popen[bytes]":
+        started.append(start_run(name, arguments.output, arguments.data, arguments.steps))
+        return started[-1]
+
+    try:
+        kill_steps = run_both(start, arguments.output / "twin", arguments.steps)
+    finally:
+        for launcher in started:
+            launcher.terminate()
     sys.exit(compare(arguments.output, arguments.steps, kill_steps))
+
+
+def run_both(start: "Callable[[str], subprocess.Popen[bytes]]", twin: Path, num_steps: int) -> list[int]:
+    """Both runs to their end; returns the steps at which the twin was ended."""
+    whole = start("whole")
+    margin = num_steps // 12
+    kill_steps = sorted(random.Random(5).sample(range(margin, num_steps - margin), len(KILLS)))
+    for step, kill in zip(kill_steps, KILLS, strict=True):
+        launcher = start("twin")
+        wait_for_step(twin, step, kill.in_a_save, launcher)
+        kill.end(psutil.Process(launcher.pid))
+        say(f"{kill.name} at step {last_step(twin)}; exit code {launcher.wait()}")
+        if launcher.returncode != kill.exit_code:
+            raise SystemExit(f"the exit code should be {kill.exit_code}")
+    say(f"the twin ended with {start('twin').wait()}, the whole run with {whole.wait()}")
+    return kill_steps
 
 
 def start_run(name: str, output: Path, data: Path, num_steps: int) -> "subprocess.Popen[bytes]":
     command = ["-m", "lex_pretrain", "launch", "--num-processes", "2", "--log-folder", str(output / f"{name}-logs")]
     command += ["--", "train", "--config", str(CONFIG), f"data.path={data}", f"run.output_dir={output / name}"]
     command += [f"train.num_steps={num_steps}", f"checkpoint.every_steps={SAVE_EVERY_STEPS}"]
+    command += [f"train.validate_every_steps={num_steps // NUM_VALIDATIONS}"]
     with (output / f"{name}.log").open("ab") as log:
         return subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, start_new_session=True)
 
@@ -63,11 +84,16 @@ def wait_for_step(run: Path, step: int, in_a_save: bool, launcher: "subprocess.P
     """Return after `step`, or with `in_a_save` when a checkpoint after that is being written by this launch."""
     started = time.time()
     while last_step(run) < step:
-        if launcher.poll() is not None:
-            raise SystemExit(f"{run} ended by itself with {launcher.returncode}")
+        check_runs(run, launcher)
         time.sleep(0.5)
     while in_a_save and not any(is_newer(folder, started) for folder in (run / "checkpoints").glob(".step-*.tmp")):
+        check_runs(run, launcher)
         time.sleep(0.005)
+
+
+def check_runs(run: Path, launcher: "subprocess.Popen[bytes]") -> None:
+    if launcher.poll() is not None:
+        raise SystemExit(f"{run} ended by itself with {launcher.returncode}; see {run}.log")
 
 
 def is_newer(folder: Path, moment: float) -> bool:
@@ -78,51 +104,58 @@ def is_newer(folder: Path, moment: float) -> bool:
 
 
 def last_step(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
+    metrics = run / METRICS_FILE
     steps = read_steps(metrics) if metrics.is_file() else []
     return steps[-1]["step"] if steps else 0
 
 
-def processes_of(launcher_pid: int) -> list[int]:
-    """The launcher and all that it started, each after its parent; the ranks are last."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = dict(map(int, line.split()) for line in listed.splitlines())
-    found = [launcher_pid]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
+def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    return [process for process in launcher.children(recursive=True) if "RANK" in process.environ()]
 
 
-def kill_one_rank(launcher_pid: int) -> None:
-    os.kill(processes_of(launcher_pid)[-1], signal.SIGKILL)
+def kill_one_rank(launcher: psutil.Process) -> None:
+    ranks_of(launcher)[-1].kill()
 
 
-def kill_all(launcher_pid: int) -> None:
-    for pid in reversed(processes_of(launcher_pid)):
-        os.kill(pid, signal.SIGKILL)
+def kill_all(launcher: psutil.Process) -> None:
+    # A process that its parent's end has ended already is as dead as it is to be.
+    for process in [launcher, *launcher.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def ask_launcher(launcher_pid: int) -> None:
-    os.kill(launcher_pid, signal.SIGTERM)
+def ask_launcher(launcher: psutil.Process) -> None:
+    launcher.terminate()
 
 
-def ask_ranks(launcher_pid: int) -> None:
-    for pid in processes_of(launcher_pid)[-2:]:
-        os.kill(pid, signal.SIGUSR1)
+def ask_ranks(launcher: psutil.Process) -> None:
+    for rank in ranks_of(launcher):
+        rank.send_signal(signal.SIGUSR1)
 
 
-KILLS: list[tuple[str, bool, Callable[[int], None]]] = [
-    ("one rank by SIGKILL", False, kill_one_rank),
-    ("all processes by SIGKILL", False, kill_all),
-    ("SIGTERM to the launcher", False, ask_launcher),
-    ("one rank by SIGKILL during a save", True, kill_one_rank),
-    ("all processes by SIGKILL during a save", True, kill_all),
-    ("SIGUSR1 to both ranks", False, ask_ranks),
+@dataclass(frozen=True)
+class Kill:
+    """A way to end a run, and the exit code that `launch` owes for it."""
+
+    name: str
+    end: Callable[[psutil.Process], None]
+    exit_code: int
+    in_a_save: bool = False
+
+
+KILLED_RANK = 128 + signal.SIGKILL
+KILLS = [
+    Kill("one rank by SIGKILL", kill_one_rank, KILLED_RANK),
+    Kill("all processes by SIGKILL", kill_all, -signal.SIGKILL),
+    Kill("SIGTERM to the launcher", ask_launcher, StoppedError.exit_code),
+    Kill("one rank by SIGKILL during a save", kill_one_rank, KILLED_RANK, in_a_save=True),
+    Kill("all processes by SIGKILL during a save", kill_all, -signal.SIGKILL, in_a_save=True),
+    Kill("SIGUSR1 to both ranks", ask_ranks, StoppedError.exit_code),
 ]
 
 
 def compare(output: Path, num_steps: int, kill_steps: list[int]) -> int:
-    whole, twin = (read_steps(output / name / "metrics.jsonl") for name in ("whole", "twin"))
+    whole, twin = (read_steps(output / name / METRICS_FILE) for name in ("whole", "twin"))
     differing = [
         f"{key} at step {one['step']}"
         for one, other in zip(whole, twin, strict=True)
@@ -133,12 +166,24 @@ def compare(output: Path, num_steps: int, kill_steps: list[int]) -> int:
         sha256_of_file(output / name / "checkpoints" / f"step-{num_steps:08d}" / "model.safetensors")
         for name in ("whole", "twin")
     }
-    records = [record for record in read_records(output / "twin" / "metrics.jsonl") if "event" not in record]
+    validations = [validations_of(output / name) for name in ("whole", "twin")]
+    records = [record for record in read_records(output / "twin" / METRICS_FILE) if "event" not in record]
     say(f"{len(records) - num_steps} steps were run again")
     say(f"{len(whole)} steps compared: {differing[0] + ' differs first' if differing else 'all equal'}")
+    say(f"{len(validations[0])} validations {'are equal' if validations[0] == validations[1] else 'differ'}")
     say(f"the weights {'are equal' if len(weights) == 1 else 'differ'}")
     draw(whole, twin, kill_steps, output / "curves.png")
-    return 1 if differing or len(weights) > 1 else 0
+    return 1 if differing or len(weights) > 1 or validations[0] != validations[1] else 0
+
+
+def validations_of(run: Path) -> dict[int, dict[str, Any]]:
+    """What each validation found, by step; of one that was done again, the last."""
+    records = read_records(run / METRICS_FILE)
+    return {
+        record["step"]: {key: value for key, value in record.items() if key.startswith("loss")}
+        for record in records
+        if record.get("event") == "validation"
+    }
 
 
 def draw(whole: list[dict[str, Any]], twin: list[dict[str, Any]], kill_steps: list[int], file: Path) -> None:
