@@ -87,7 +87,8 @@ def host_faults(host: str, facts: Facts, slots: int, training: Training | None) 
 def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training: Training) -> list[Fault]:
     """Where the free memory does not hold what processes take by `plan`'s formulas; `slots` are those of all hosts.
 
-    What is there throughout must fit. Activations and buffers are estimates: where they do not fit, it is a warning.
+    What is there throughout must fit. Activations, buffers and copies for saves are estimates or not there for long:
+    where only they do not fit, it is a warning. The first of `slots` is the host of rank 0.
     """
     world_size = sum(slots.values())
     try:
@@ -95,6 +96,7 @@ def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training
     except RequestError as error:
         return [Fault(EVERY_HOST, str(error), "start another number of processes, or change the config")]
     faults = []
+    first_host = next(iter(slots))
     for host, its_facts in facts.items():
         count, available = slots[host], its_facts.memory_available_bytes
         there = f"{'its control group' if its_facts.memory_is_limited else 'the host'} has {_size(available)} left"
@@ -107,10 +109,18 @@ def memory_faults(facts: Mapping[str, Facts], slots: Mapping[str, int], training
             if (offloaded := count * memory.offloaded) > available:
                 what = f"what {those} offload takes {_size(offloaded)}; {there}"
                 faults.append(Fault(host, what, "offload less, or use more hosts"))
+            used = offloaded
         else:
             states, peak = (count * (part + memory.offloaded) for part in (memory.states, memory.cpu_peak))
             taken = _Taken(those, count, states, peak)
             faults += _lack(host, taken, available, there, training.config, on_gpu=False)
+            used = peak
+        copied = count * memory.copied + (memory.first_copied - memory.copied if host == first_host else 0)
+        if used <= available < used + copied:
+            beside = f" beside {_size(used)} in use" if used else ""
+            what = f"the copies that {those} save from take {_size(copied)}{beside}; {there}"
+            way_out = "checkpoint.in_background=false" if training.config.checkpoint.in_background else "more hosts"
+            faults.append(Fault(host, what, way_out, fatal=False))
     return faults
 
 

@@ -12,13 +12,16 @@ class ProcessMemory:
 
     `states` are weights, gradients and optimizer state, which are there throughout; `gpu_peak` and `cpu_peak` have
     activations and buffers in addition, which are estimates, and that on a GPU the share that the plan leaves free;
-    `offloaded` is in the host's memory on behalf of a GPU.
+    `offloaded` is in the host's memory on behalf of a GPU; `copied` is in it while a checkpoint is written, in the
+    first process `first_copied`.
     """
 
     states: int
     gpu_peak: int
     cpu_peak: int
     offloaded: int
+    copied: int = 0
+    first_copied: int = 0
 
 
 @dataclass(frozen=True)

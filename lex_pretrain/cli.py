@@ -528,7 +528,14 @@ def _to_launch(config: Config) -> "Training":
         placed = next(placement for placement in placements if placement.is_configured)
         states = placed.weights_bytes + placed.gradients_bytes + placed.optimizer_bytes
         gpu_peak = int(placed.peak_bytes / USABLE_SHARE)
-        return ProcessMemory(states, gpu_peak, placed.cpu_peak_bytes, placed.host_bytes)
+        return ProcessMemory(
+            states,
+            gpu_peak,
+            placed.cpu_peak_bytes,
+            placed.host_bytes,
+            placed.copied_bytes,
+            placed.first_copied_bytes,
+        )
 
     # Those that are kept and the one being written.
     on_disk = checkpoint_bytes(known, config.zero.stage) * (config.checkpoint.keep_last + 1)

@@ -23,7 +23,11 @@ from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.finite import _state_tensors
 from lex_pretrain.train.trainer import Trainer, resolve_vocab_size
 
-CASES = (("fp32", 0), ("fp32", 1), ("bf16", 1), ("fp32", 2), ("bf16", 2), ("fp32", 3), ("bf16", 3))
+CASES = (
+    *(("adamw", "fp32", stage) for stage in (0, 1, 2, 3)),
+    *(("adamw", "bf16", stage) for stage in (1, 2, 3)),
+    ("muon", "bf16", 1),
+)
 NUM_STEPS = 5
 BAD_STEP, BAD_MICRO_STEP, BAD_RANK = 2, 1, 1
 
@@ -74,8 +78,9 @@ def main() -> None:
     config = load_config(Path(sys.argv[1]))
     ranks = init_distributed()
     found = {}
-    for precision, stage in CASES:
+    for optimizer, precision, stage in CASES:
         sections = {
+            "optimizer": config.optimizer.model_copy(update={"name": optimizer}),
             "train": config.train.model_copy(update={"precision": precision}),
             "zero": config.zero.model_copy(update={"stage": stage}),
         }
@@ -84,7 +89,7 @@ def main() -> None:
         steps = list(range(NUM_STEPS))
         spoiled = run(case, ranks, steps, backward=BAD_STEP * num_micro_steps + BAD_MICRO_STEP)
         left_out = run(case, ranks, [step for step in steps if step != BAD_STEP], backward=None)
-        found[f"{precision} stage {stage}"] = {"spoiled": spoiled, "left out": left_out}
+        found[f"{optimizer} {precision} stage {stage}"] = {"spoiled": spoiled, "left out": left_out}
     if ranks.rank == 0:
         print(json.dumps(found))  # noqa: T201
 

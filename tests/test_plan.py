@@ -73,7 +73,7 @@ def test_parameters_by_formula_are_those_of_the_decoder(values: dict[str, Any]) 
         decoder = Decoder(config)
     expected = sorted(tuple(parameter.shape) for parameter in decoder.parameters())
     tensors = parameter_tensors(config)
-    assert sorted(shape for shape, count, _ in tensors for _ in range(count)) == expected
+    assert sorted(shape for tensor in tensors for shape in [tensor.shape] * tensor.num_tensors) == expected
     assert count_parameters(config) == sum(parameter.numel() for parameter in decoder.parameters())
     decayed = sum(tensor.num_elements * tensor.num_tensors for tensor in tensors if tensor.decays)
     group: list[torch.nn.Parameter] = parameter_groups(decoder, 0.1)[0]["params"]  # type: ignore[assignment]

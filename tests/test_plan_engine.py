@@ -27,13 +27,15 @@ CASES: list[dict[str, Any]] = [
     {"precision": "bf16", "stage": 2, "micro_steps": 3},
     {"precision": "bf16", "stage": 3},
     {"precision": "bf16", "stage": 3, "zero": NEVER_KEPT},
+    {"precision": "bf16", "stage": 1, "optimizer": "muon"},
 ]
 
 
 def make_config(case: dict[str, Any], world_size: int, folder: Path) -> Config:
     micro_steps = case.get("micro_steps", 2)
     zero = {**SMALL, **case.get("zero", {})}
-    name = f"{case['precision']}-{case['stage']}-{len(zero)}-{micro_steps}"
+    optimizer = case.get("optimizer", "adamw")
+    name = f"{optimizer}-{case['precision']}-{case['stage']}-{len(zero)}-{micro_steps}"
     return Config.model_validate(
         {
             "run": {"output_dir": str(folder / name)},
@@ -46,6 +48,7 @@ def make_config(case: dict[str, Any], world_size: int, folder: Path) -> Config:
                 **{"num_steps": 2, "micro_batch_size": 1, "global_batch_size": world_size * micro_steps},
                 "precision": case["precision"],
             },
+            "optimizer": {"name": optimizer},
             "schedule": {"warmup_steps": 1},
             "zero": {"stage": case["stage"]},
             "deepspeed": {"zero_optimization": zero},
@@ -55,12 +58,16 @@ def make_config(case: dict[str, Any], world_size: int, folder: Path) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_plan_is_what_real_engines_hold_send_and_save(world_size: int, tmp_path: Path) -> None:
+def test_a_plan_is_what_real_engines_hold_send_and_save(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors that live after a backward pass, bytes given to collectives, and a checkpoint's files.
 
     Tolerances: memory 0.5 % (tensors under 1,000 bytes are not counted), messages 0.5 % (the norm's, and padding), disk
     1 % (names and pickled structure).
     """
+    # DeepSpeed compiles Muon's update, which changes none of what is measured here.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     cases = CASES if world_size > 1 else [case for case in CASES if case["precision"] == "bf16"]
     configs = [make_config(case, world_size, tmp_path) for case in cases]
     cases_file = tmp_path / "cases.json"

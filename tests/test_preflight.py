@@ -80,6 +80,28 @@ def test_each_gpu_must_hold_its_process_and_the_host_what_is_offloaded(
     assert "what 3 of 4 processes offload takes 30.0 GiB; the host has 29.0 GiB left" in offloading.what
 
 
+def test_a_host_that_holds_the_processes_but_not_the_copies_they_save_from(
+    facts: Facts, tiny_config: Callable[..., Config]
+) -> None:
+    def with_memory(num_gib: int, on_gpus: bool, in_background: bool = True) -> list[Fault]:
+        gpus = [Gpu("a GPU", "1.0", 20 * 1024, 0)] * (3 if on_gpus else 0)
+        host = dataclasses.replace(facts, gpus=gpus, memory_available_bytes=num_gib * GIB, memory_is_limited=False)
+        # 3 GiB in each process, 5 in that of rank 0, which is on the first host.
+        memory = dataclasses.replace(MEMORY, copied=3 * GIB, first_copied=5 * GIB)
+        return faults_of(host, tiny_config(checkpoint={"in_background": in_background}), memory)
+
+    assert with_memory(35, on_gpus=False) == []
+    (tight,) = with_memory(34, on_gpus=False)
+    assert not tight.fatal
+    assert "3 of 4 processes save from take 11.0 GiB beside 24.0 GiB in use; the host has 34.0 GiB" in tight.what
+    assert tight.way_out == "checkpoint.in_background=false"
+    assert with_memory(11, on_gpus=True) == []
+    (on_gpus,) = with_memory(10, on_gpus=True)
+    assert "take 11.0 GiB; the host has 10.0 GiB" in on_gpus.what
+    (foreground,) = with_memory(10, on_gpus=True, in_background=False)
+    assert foreground.way_out == "more hosts"
+
+
 def test_a_number_of_processes_that_the_batch_does_not_allow(facts: Facts, tiny_config: Callable[..., Config]) -> None:
     def refuse(world_size: int) -> ProcessMemory:
         raise RequestError(f"not divisible by {world_size} processes")

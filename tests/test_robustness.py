@@ -36,8 +36,12 @@ def on_two_processes(module: str, *arguments: str) -> "subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_an_infinite_gradient_of_one_rank_changes_nothing_on_any_rank(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    """At ZeRO 0 to 3: weights, moments and step counters then equal those of a run that leaves the step out."""
+def test_an_infinite_gradient_of_one_rank_changes_nothing_on_any_rank(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ZeRO 0 to 3, and with Muon: weights, moments and counters then equal those of a run without that step."""
+    # DeepSpeed compiles Muon's update, which takes most of a minute and changes none of what is asserted here.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     save_config(tiny_config(train={"micro_batch_size": 2}), tmp_path / "run.yaml")
     done = on_two_processes("tests.skipping", str(tmp_path / "run.yaml"))
     assert done.returncode == 0, done.stderr

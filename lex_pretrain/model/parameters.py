@@ -17,6 +17,7 @@ class ParameterTensor(NamedTuple):
     shape: tuple[int, ...]
     num_tensors: int
     is_embedding: bool = False
+    is_in_layers: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -27,6 +28,11 @@ class ParameterTensor(NamedTuple):
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices that are no embeddings."""
         return len(self.shape) > 1 and not self.is_embedding
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether Muon can train it."""
+        return len(self.shape) > 1 and self.is_in_layers
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -49,9 +55,9 @@ def parameter_tensors(config: ModelSection) -> list[ParameterTensor]:
     # (inputs, outputs) of qkv, attention output, feed-forward input and output.
     gated_inner = 2 * inner if config.activation == "swiglu" else inner
     for inputs, outputs in ((width, projected), (width, width), (width, gated_inner), (inner, width)):
-        tensors.append(ParameterTensor((outputs, inputs), layers))
+        tensors.append(ParameterTensor((outputs, inputs), layers, is_in_layers=True))
         if config.bias:
-            tensors.append(ParameterTensor((outputs,), layers))
+            tensors.append(ParameterTensor((outputs,), layers, is_in_layers=True))
     # A weight, and in a layernorm with biases a bias of the same size.
     vectors_per_norm = 2 if config.norm == "layernorm" and config.bias else 1
     tensors.append(ParameterTensor((width,), vectors_per_norm * (2 * layers + 1)))
@@ -63,3 +69,9 @@ def parameter_tensors(config: ModelSection) -> list[ParameterTensor]:
 def count_parameters(config: ModelSection) -> int:
     """Parameters of the decoder; a table that input and output share counts once."""
     return sum(tensor.num_elements * tensor.num_tensors for tensor in parameter_tensors(config))
+
+
+def count_hidden_matrices(config: ModelSection) -> int:
+    """Parameters in the matrices of the layers, which Muon can train."""
+    hidden = (tensor for tensor in parameter_tensors(config) if tensor.is_hidden_matrix)
+    return sum(tensor.num_elements * tensor.num_tensors for tensor in hidden)

@@ -17,7 +17,7 @@ from typing import Any
 from lex_pretrain.config import Config
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.activations import BYTES_PER_ELEMENT
-from lex_pretrain.model.parameters import ParameterTensor, parameter_tensors
+from lex_pretrain.model.parameters import ParameterTensor, count_hidden_matrices, parameter_tensors
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
 
 _FP32_BYTES = 4
@@ -71,7 +71,8 @@ class StateBytes:
 class Settings:
     """What a config makes DeepSpeed hold: bytes of an element by use, and limits in elements.
 
-    `secondary_group` processes share ZeRO++'s second copy of the weights; 1 is none.
+    `secondary_group` processes share ZeRO++'s second copy of the weights; 1 is none. `with_one_moment` elements of all
+    have Muon's one moment and not AdamW's two.
     """
 
     tensors: list[ParameterTensor]
@@ -91,6 +92,7 @@ class Settings:
     secondary_group: int
     quantizes_weights: bool
     quantizes_gradients: bool
+    with_one_moment: int
 
     @staticmethod
     def of(config: Config, world_size: int) -> "Settings":
@@ -116,6 +118,7 @@ class Settings:
             secondary_group=min(world_size, int(zero.get("zero_hpz_partition_size", 1))),
             quantizes_weights=bool(zero.get("zero_quantized_weights", False)),
             quantizes_gradients=bool(zero.get("zero_quantized_gradients", False)),
+            with_one_moment=count_hidden_matrices(config.model) if config.optimizer.name == "muon" else 0,
         )
 
     @property
@@ -213,10 +216,11 @@ def _replicated(settings: Settings) -> StateBytes:
 
 
 def _partitioned_optimizer(settings: Settings, placement: Placement) -> StateBytes:
-    """Stages 1 and 2: whole weights, float32 weights and both moments of the own partition."""
+    """Stages 1 and 2: whole weights, float32 weights and moments of the own partition."""
     own, element, sums = settings.flat_partition, settings.weight_bytes, settings.sum_bytes
     whole = own * settings.world_size
     optimizer = (_FP32_BYTES + _MOMENTS_BYTES) * own
+    optimizer -= _MOMENTS_BYTES // 2 * -(-settings.with_one_moment // settings.world_size)
     buckets = settings.num_buckets * settings.reduce_bucket
     if placement.stage == 2:
         gradients, buffers = sums * own, element * buckets

@@ -16,7 +16,7 @@ from lex_pretrain.model.activations import activation_bytes
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.train.deepspeed_config import micro_batch_size
 from lex_pretrain.train.memory import Placement, Settings, state_bytes
-from lex_pretrain.train.room import checkpoint_bytes
+from lex_pretrain.train.room import checkpoint_bytes, copied_bytes
 from lex_pretrain.train.traffic import Links, step_traffic
 
 # Every placement, from the cheapest to run to the dearest as long as messages cost the same.
@@ -40,7 +40,8 @@ class PlacementPlan(Record):
     """Bytes of one process at its peak, what it sends in one optimizer step, and what its host sends to others.
 
     `cpu_peak_bytes` is the peak of a process on a CPU, whose memory is taken as it is written: no bucket is filled
-    beyond the model's gradients.
+    beyond the model's gradients. `copied_bytes` of host memory a save takes until it is written, `first_copied_bytes`
+    in the first process.
     `communication_seconds` is the time of that alone. Efficiency is the share of a step that is computation: `best` if
     messages travel while devices compute, `worst` if these wait for them.
     """
@@ -55,6 +56,8 @@ class PlacementPlan(Record):
     peak_bytes: int
     cpu_peak_bytes: int
     host_bytes: int
+    copied_bytes: int
+    first_copied_bytes: int
     sent_bytes_per_step: int
     network_bytes_per_step: int
     communication_seconds: float
@@ -72,7 +75,7 @@ class PlacementPlan(Record):
 
 
 class Plan(Record):
-    """The whole plan; `placements` are all that the config's precision allows."""
+    """The whole plan; `placements` are all that the config's precision and optimizer allow."""
 
     num_parameters: int
     world_size: int
@@ -124,10 +127,13 @@ def make_plan(
     for placement in dict.fromkeys((*PLACEMENTS, configured)):
         if placement.stage == 0 and config.train.precision == "bf16":
             continue  # Config refuses it: DeepSpeed would keep no float32 weights.
+        if config.optimizer.name == "muon" and placement != configured:
+            continue  # Config allows one placement.
         states = state_bytes(settings, placement)
         peak = states.peak(activations)
         traffic = step_traffic(settings, placement.stage, links.devices_per_host)
         communication = traffic.seconds(world_size, links)
+        first_copied, copied = copied_bytes(config, placement.stage, world_size)
         placements.append(
             PlacementPlan(
                 zero_stage=placement.stage,
@@ -140,6 +146,8 @@ def make_plan(
                 peak_bytes=peak,
                 cpu_peak_bytes=state_bytes(filled, placement).peak(activations),
                 host_bytes=states.host,
+                copied_bytes=copied,
+                first_copied_bytes=first_copied,
                 sent_bytes_per_step=traffic.sent_bytes,
                 network_bytes_per_step=traffic.network_bytes(world_size, links),
                 communication_seconds=communication,

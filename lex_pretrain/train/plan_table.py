@@ -30,6 +30,8 @@ def _facts(plan: Plan) -> Table:
         "disk": f"{_gib(configured.checkpoint_bytes)} GiB a checkpoint, "
         f"{_gib(configured.checkpoint_bytes * plan.num_checkpoints_kept)} GiB for the "
         f"{plan.num_checkpoints_kept} that exist at most",
+        "saving": f"{_gib(configured.copied_bytes)} GiB of host memory a process, "
+        f"{_gib(configured.first_copied_bytes)} GiB in the first",
     }
     for name, text in rows.items():
         table.add_row(name, text)
@@ -80,7 +82,9 @@ def _notes(plan: Plan) -> list[str]:
         "* as configured. Offload: optimizer state on the host; offload all: parameters too.",
         "Peak: with buffers and activations, or in the optimizer step, whichever is more.",
     ]
-    if plan.precision == "bf16":
+    if len(plan.placements) == 1:
+        notes.append("optimizer.name muon needs the placement that is configured.")
+    elif plan.precision == "bf16":
         notes.append("Stage 0 is left out: train.precision bf16 needs zero.stage 1 to 3.")
     if plan.gpu_memory_bytes is None:
         return notes

@@ -1,29 +1,52 @@
-"""Room on disk for the next checkpoint."""
+"""Room for the next checkpoint: on disk, and in host memory while it is written."""
 
 import shutil
 from pathlib import Path
 
 from lex_pretrain.config import Config
 from lex_pretrain.model.activations import BYTES_PER_ELEMENT
-from lex_pretrain.model.parameters import count_parameters
+from lex_pretrain.model.parameters import count_hidden_matrices, count_parameters
 
 # A checkpoint of the same run may differ a little in size: names and numbers in its small files.
 _MARGIN_BYTES = 1_000_000
+_MOMENTS_BYTES = 8
 
 
 def checkpoint_bytes(config: Config, zero_stage: int) -> int:
     """Bytes of one checkpoint on disk: DeepSpeed's files, and `model.safetensors` with the weights of forward passes.
 
-    DeepSpeed saves float32 weights and two moments, and below stage 3 the weights of forward passes too. Padding,
+    DeepSpeed saves float32 weights and moments, and below stage 3 the weights of forward passes too. Padding,
     names and the tokenizer are left out. ValueError while the vocabulary is open.
     """
-    num_parameters = count_parameters(config.model)
-    moments, element = 8, BYTES_PER_ELEMENT[config.train.precision]
+    return _partitioned_bytes(config, zero_stage) + _bytes_of_first_process(config, zero_stage)
+
+
+def copied_bytes(config: Config, zero_stage: int, world_size: int) -> tuple[int, int]:
+    """Bytes of host memory that a save takes until it is written: in the first process, and in each other one.
+
+    With `checkpoint.in_background` all that is saved is copied first; else only the first process copies anything, the
+    gathered weights. ValueError while the vocabulary is open.
+    """
+    if not config.checkpoint.in_background:
+        return count_parameters(config.model) * BYTES_PER_ELEMENT[config.train.precision], 0
+    share = _partitioned_bytes(config, zero_stage) // world_size
+    return share + _bytes_of_first_process(config, zero_stage), share
+
+
+def _partitioned_bytes(config: Config, zero_stage: int) -> int:
+    """Of float32 weights and moments, of which every process saves its partition; without ZeRO there are none."""
     if zero_stage == 0:
-        states = moments if element == 4 else moments + 4
-        return num_parameters * (states + 2 * element)
+        return 0
+    with_one_moment = count_hidden_matrices(config.model) if config.optimizer.name == "muon" else 0
+    return (4 + _MOMENTS_BYTES) * count_parameters(config.model) - _MOMENTS_BYTES // 2 * with_one_moment
+
+
+def _bytes_of_first_process(config: Config, zero_stage: int) -> int:
+    """Of the weights for forward passes, gathered and below stage 3 by DeepSpeed too; without ZeRO of everything."""
+    element = BYTES_PER_ELEMENT[config.train.precision]
     forward_copies = 1 if zero_stage == 3 else 2
-    return num_parameters * (4 + moments + forward_copies * element)
+    states = 0 if zero_stage else _MOMENTS_BYTES + (0 if element == 4 else 4)
+    return count_parameters(config.model) * (states + forward_copies * element)
 
 
 def lack_of_room(folder: Path, num_bytes: int) -> str | None:
