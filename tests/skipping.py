@@ -1,7 +1,7 @@
 """Run by tests/test_robustness.py on two processes: at each ZeRO stage, a gradient of one rank is infinite at one step.
 
-Prints a JSON object on rank 0: what each step reported, and whether weights and optimizer state are those of a run that
-leaves the step out.
+Prints a JSON object on rank 0: what each step reported, digests of weights and optimizer state, to be compared with
+those of a run that leaves the step out, and whether the state is found finite, before and after one rank's is spoiled.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from lex_pretrain.ending import leave
 from lex_pretrain.ranks import Ranks, gather_lists
 from lex_pretrain.train import trainer
 from lex_pretrain.train.distributed import init_distributed
-from lex_pretrain.train.finite import _state_tensors
+from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.trainer import Trainer, resolve_vocab_size
 
 CASES = (
@@ -46,10 +46,29 @@ def infinite_at(backward: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
     return spoil
 
 
+def optimizer_tensors(made: Trainer) -> list[torch.Tensor]:
+    """The float32 weights that this rank updates, and its moments and step counters."""
+    state = made.engine.basic_optimizer.state.items()
+    values = [value for parameter, values in state for value in (parameter, *values.values())]
+    return [value.detach() for value in values if isinstance(value, torch.Tensor)]
+
+
 def digest(made: Trainer) -> str:
-    tensors = [*_state_tensors(made.engine), *(parameter.detach() for parameter in made.decoder.parameters())]
+    tensors = [*optimizer_tensors(made), *(parameter.detach() for parameter in made.decoder.parameters())]
     parts = [tensor.float().numpy().tobytes() for tensor in tensors]
     return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def finite_until_spoiled(made: Trainer, ranks: Ranks) -> list[bool]:
+    """Whether the state is finite, then with one element of each kind of tensor spoiled on one rank in turn."""
+    found = [state_is_finite(made.engine)]
+    for tensor in [tensor for tensor in optimizer_tensors(made) if tensor.numel() > 1][:3]:
+        kept = tensor.flatten()[0].item()
+        if ranks.rank == BAD_RANK:
+            tensor.flatten()[0] = float("nan")
+        found.append(state_is_finite(made.engine))
+        tensor.flatten()[0] = kept
+    return found
 
 
 def run(config: Config, ranks: Ranks, steps: list[int], backward: int | None) -> dict[str, Any]:
@@ -69,7 +88,12 @@ def run(config: Config, ranks: Ranks, steps: list[int], backward: int | None) ->
     trainer.make_engine = make_engine
     results = [made.train_step(step, step * config.train.global_batch_size, False) for step in steps]
     faults = [[fault.rank, fault.micro_step, fault.what] for result in results for fault in result.faults]
-    mine = {"skipped": [result.skipped for result in results], "faults": faults, "digest": digest(made)}
+    mine = {
+        "skipped": [result.skipped for result in results],
+        "faults": faults,
+        "digest": digest(made),
+        "finite": finite_until_spoiled(made, ranks),
+    }
     everyone = gather_lists([mine], ranks)
     return {key: [report[key] for report in everyone] for key in mine}
 

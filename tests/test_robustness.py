@@ -53,6 +53,11 @@ def test_an_infinite_gradient_of_one_rank_changes_nothing_on_any_rank(
         assert spoiled["faults"] == [[[skipping.BAD_RANK, skipping.BAD_MICRO_STEP, "gradient"]]] * 2, case
         assert left_out["skipped"] == [[False] * 4] * 2, case
         assert spoiled["digest"] == left_out["digest"], case
+        # Nothing spoiled, then the weights that the optimizer updates, then a moment or two.
+        assert spoiled["finite"][0] == spoiled["finite"][1], case
+        assert spoiled["finite"][0][0], case
+        assert len(spoiled["finite"][0]) > 2, case
+        assert not any(spoiled["finite"][0][1:]), case
 
 
 def spoiled(fault: str, config: Config, file: Path, num_processes: int = 2) -> "subprocess.CompletedProcess[str]":

@@ -77,7 +77,8 @@ def state_is_finite(engine: Any) -> bool:
 def _state_tensors(engine: Any) -> Iterator[Tensor]:
     """This rank's part of the float32 weights and of the optimizer's moments."""
     optimizer = engine.basic_optimizer
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter.detach()
-            yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
+    # At stage 3, DeepSpeed's weights are in the groups during its step alone; at stage 0, no state is before the first.
+    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in dict.fromkeys([*in_groups, *optimizer.state]):
+        yield parameter.detach()
+        yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
