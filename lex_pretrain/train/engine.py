@@ -18,10 +18,13 @@ from lex_pretrain.train.deepspeed_config import (
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.finite import CheckedAdamW
 from lex_pretrain.train.loss import NextTokenLoss, hidden_matrices, parameter_groups
+from lex_pretrain.train.swapping import check_swapping
 
 
 def check_operations(config: Config) -> None:
-    """Raises RequestError when DeepSpeed has an operation that the config asks for on GPUs only."""
+    """Raises RequestError when DeepSpeed does not have an operation here that the config asks for."""
+    if config.zero.nvme_path is not None:
+        check_swapping(config.zero.nvme_path)
     section = config.deepspeed.get("zero_optimization") or {}
     if torch.cuda.is_available():
         return
@@ -68,7 +71,19 @@ def make_optimizer(config: Config, module: NextTokenLoss) -> torch.optim.Optimiz
 
         optimizer_class, options = DeepSpeedCPUAdam, {"adamw_mode": True}
     optimizer: torch.optim.Optimizer = optimizer_class(groups, **_adamw_settings(config), **options)
+    if config.zero.offload_optimizer:
+        optimizer.register_step_pre_hook(_take_powers_anew)
     return optimizer
+
+
+def _take_powers_anew(optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Make the bias correction of DeepSpeed's CPU Adam depend on the step alone, as a resumed run needs it.
+
+    DeepSpeed 0.19 takes beta^step as a running product where steps follow on each other and by `pow` elsewhere, as
+    after a load or a change of betas (`IncrementStep` in csrc/includes/cpu_adam.h); the last digits differ.
+    """
+    nothing = [torch.zeros(1) for _ in range(4)]
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.5, 0.5, 1.0, 0.0, True, *nothing)
 
 
 def _adamw_settings(config: Config) -> dict[str, Any]:

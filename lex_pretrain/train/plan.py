@@ -49,6 +49,7 @@ class PlacementPlan(Record):
     zero_stage: int
     offload_optimizer: bool
     offload_parameters: bool
+    on_nvme: bool
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -70,8 +71,10 @@ class PlacementPlan(Record):
     @property
     def name(self) -> str:
         if self.offload_parameters:
-            return f"{self.zero_stage} offload {'all' if self.offload_optimizer else 'parameters'}"
-        return f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
+            name = f"{self.zero_stage} offload {'all' if self.offload_optimizer else 'parameters'}"
+        else:
+            name = f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
+        return f"{name} NVMe" if self.on_nvme else name
 
 
 class Plan(Record):
@@ -139,6 +142,7 @@ def make_plan(
                 zero_stage=placement.stage,
                 offload_optimizer=placement.offload_optimizer,
                 offload_parameters=placement.offload_parameters,
+                on_nvme=placement.on_nvme,
                 weights_bytes=states.weights,
                 gradients_bytes=states.gradients,
                 optimizer_bytes=states.optimizer,
@@ -197,7 +201,8 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def _configured(config: Config) -> Placement:
-    return Placement(config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters)
+    zero = config.zero
+    return Placement(zero.stage, zero.offload_optimizer, zero.offload_parameters, zero.nvme_path is not None)
 
 
 def _num_checkpoints_kept(config: Config) -> int:
