@@ -29,8 +29,6 @@ def check_swapping(nvme_path: str) -> None:
     """Raises RequestError where the optimizer's state cannot be kept under `zero.nvme_path` on this host."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if not AsyncIOBuilder().is_compatible():
-        raise RequestError("zero.nvme_path needs libaio; install libaio-dev (apt) or libaio-devel (rpm)")
     folder = Path(nvme_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +40,8 @@ def check_swapping(nvme_path: str) -> None:
             f"zero.nvme_path {folder}: {error.strerror}; it must be a folder on a local disk that can be written past "
             "the page cache (no tmpfs)"
         ) from error
+    if not AsyncIOBuilder().is_compatible():
+        raise RequestError("zero.nvme_path needs libaio; install libaio-dev (apt) or libaio-devel (rpm)")
 
 
 def check_swap_room(config: Config, ranks: Ranks) -> None:
