@@ -183,9 +183,6 @@ class ZeroSection(Section):
         default=1, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
     )
     offload_optimizer: bool = Field(default=False, description="keep optimizer state in CPU memory (GPU runs)")
-    nvme_path: str | None = Field(
-        default=None, description="folder on a fast local disk that holds the offloaded optimizer state; stage 3"
-    )
     offload_parameters: bool = Field(default=False, description="keep partitioned parameters in CPU memory; stage 3")
     overlap_comm: bool = Field(default=True, description="overlap gradient reduction with the backward pass")
 
@@ -200,8 +197,8 @@ class CheckpointSection(Section):
     )
     in_background: bool = Field(
         default=True,
-        description="train on while a copy in memory is written; false, and with zero.nvme_path, waits for the disk, "
-        "with a copy of the weights on rank 0 alone",
+        description="train on while a copy in memory is written; false waits for the disk, with a copy of the weights "
+        "on rank 0 alone",
     )
 
 
@@ -257,8 +254,6 @@ class Config(Section):
             )
         if self.zero.offload_optimizer and self.zero.stage == 0:
             faults.append("zero.offload_optimizer needs zero.stage 1 to 3: without ZeRO, DeepSpeed offloads nothing")
-        if self.zero.nvme_path is not None and not (self.zero.stage == 3 and self.zero.offload_optimizer):
-            faults.append("zero.nvme_path needs zero.stage 3 and zero.offload_optimizer true: it says where to")
         warmup = _as_given("schedule.warmup", self.schedule.warmup_tokens, self.warmup_steps)
         length = _as_given("train.num", self.train.num_tokens, self.num_steps)
         if self.train.batch_ramp_steps > self.num_steps:
@@ -278,11 +273,6 @@ class Config(Section):
     def tokens_per_step(self) -> int:
         """Tokens of a step with the whole batch."""
         return self.train.global_batch_size * self.model.sequence_length
-
-    @property
-    def saves_in_background(self) -> bool:
-        """Whether checkpoints are written from a copy in memory, where state that is kept on a disk has no room."""
-        return self.checkpoint.in_background and self.zero.nvme_path is None
 
     @property
     def num_steps(self) -> int:

@@ -126,7 +126,6 @@ def test_all_faults_are_reported_with_place_and_suggestion(tmp_path: Path) -> No
             "zero: {stage: 0, offload_optimizer: true}\ntrain: {precision: fp32}",
             "zero.offload_optimizer needs zero.stage 1",
         ),
-        ("zero: {stage: 3, nvme_path: /mnt/nvme}", "zero.nvme_path needs zero.stage 3 and zero.offload_optimizer true"),
         ("optimizer: {name: muon}\nzero: {stage: 2}", "optimizer.name muon needs zero.stage 1"),
         ("optimizer: {name: muon}\ntrain: {precision: fp32}", "optimizer.name muon needs zero.stage 1"),
         ("optimizer: {name: adam}", "optimizer.name"),

@@ -14,12 +14,10 @@ import torch
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
-from lex_pretrain.errors import RequestError, SharedJobError
+from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.monitor.metrics import MetricsFile, read_records, read_steps
-from lex_pretrain.ranks import Ranks
 from lex_pretrain.train.engine import check_operations
-from lex_pretrain.train.swapping import check_swap_room, check_swapping
 from tests.conftest import Program, run_forked
 
 MakeConfig = Callable[..., Config]
@@ -269,17 +267,6 @@ def test_quantised_messages_on_the_cpu_are_refused_before_anything_starts(tiny_c
     section = {"zero_optimization": {"zero_quantized_gradients": True}}
     with pytest.raises(RequestError, match=r"deepspeed\.zero_optimization\.zero_quantized_gradients needs a GPU"):
         check_operations(tiny_config(zero={"stage": 3}, deepspeed=section))
-
-
-def test_a_disk_that_cannot_hold_the_optimizer_state_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    large = {"num_layers": 80, "hidden_size": 8192, "num_heads": 64, "vocab_size": 32000}
-    zero = {"stage": 3, "offload_optimizer": True, "nvme_path": str(tmp_path)}
-    with pytest.raises(SharedJobError, match=r"MB free, and the optimizer's state of its processes takes 1,0.*MB"):
-        check_swap_room(tiny_config(model=large, zero=zero), Ranks(0, 1, 0, 1))
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(RequestError, match=r"zero\.nvme_path .*file/below: Not a directory"):
-        check_swapping(str(file / "below"))
 
 
 def test_requests_that_cannot_be_met_end_with_2(tiny_config: MakeConfig, program: Program, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
-from lex_pretrain.train import swapping
 from lex_pretrain.train.conversion import convert_to_universal, optimizer_kept_apart
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.health import SampleRange
@@ -100,8 +99,8 @@ class Checkpoints:
     def begin_save(self, engine: Any, decoder: Decoder, state: TrainState) -> None:
         """Copy the checkpoint of `state.step` into memory and begin to write it, on all ranks together.
 
-        One at a time: `finish_save` comes before the next. Where nothing is saved in the background, DeepSpeed's files
-        are written here, without a copy. Raises SharedJobError where its folder cannot be made.
+        One at a time: `finish_save` comes before the next. With `checkpoint.in_background` false, DeepSpeed's files are
+        written here, without a copy. Raises SharedJobError where its folder cannot be made.
         """
         started = time.perf_counter()
         final = self.folder / f"step-{state.step:08d}"
@@ -111,8 +110,8 @@ class Checkpoints:
             if main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-        with self._all_or_none(temporary), quiet_deepspeed(), swapping.within_reach(engine):
-            files = deepspeed_files(engine, temporary, DEEPSPEED_TAG, self.config.saves_in_background)
+        with self._all_or_none(temporary), quiet_deepspeed():
+            files = deepspeed_files(engine, temporary, DEEPSPEED_TAG, self.config.checkpoint.in_background)
         weights = gather_weights(decoder, keep=main)
         if main:
             files[WEIGHTS_FILE] = partial(save_file, weights)
@@ -291,7 +290,7 @@ class Checkpoints:
         # An engine that began from a universal checkpoint may go back to one of its own, which is not.
         engine._config.load_universal_checkpoint = plan.is_universal
         kept_apart = optimizer_kept_apart(engine) if plan.is_universal else contextlib.nullcontext()
-        with quiet_deepspeed(), swapping.replaced(engine), kept_apart:
+        with quiet_deepspeed(), kept_apart:
             loaded, _ = engine.load_checkpoint(str(plan.folder), tag=DEEPSPEED_TAG)
         if loaded is None:
             raise JobError(f"DeepSpeed found no checkpoint in {plan.folder / DEEPSPEED_TAG}")

@@ -1,8 +1,6 @@
 """The DeepSpeed dict of a run, made in one pure function from its config."""
 
 import copy
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from lex_pretrain.config import Config
@@ -56,12 +54,6 @@ def trains_without_deepspeed_optimizer(config: Config) -> bool:
     return config.zero.stage == 0 and config.train.precision == "fp32"
 
 
-def swap_folder(config: Config) -> str:
-    """Where this run's files are under `zero.nvme_path`: runs that share a disk do not meet."""
-    digest = hashlib.sha256(str(Path(config.run.output_dir).absolute()).encode()).hexdigest()
-    return str(Path(config.zero.nvme_path or "").absolute() / f"lex-pretrain-{digest[:12]}")
-
-
 def make_deepspeed_config(config: Config, world_size: int, load_universal: bool = False) -> dict[str, Any]:
     """What `deepspeed.initialize` gets; `load_universal` for a run that begins from a universal checkpoint.
 
@@ -71,8 +63,6 @@ def make_deepspeed_config(config: Config, world_size: int, load_universal: bool 
     zero: dict[str, Any] = {"stage": config.zero.stage, "overlap_comm": config.zero.overlap_comm}
     if config.zero.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if config.zero.nvme_path is not None:
-        zero["offload_optimizer"].update(device="nvme", nvme_path=swap_folder(config))
     if config.zero.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     derived: dict[str, Any] = {

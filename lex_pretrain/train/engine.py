@@ -18,13 +18,10 @@ from lex_pretrain.train.deepspeed_config import (
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.finite import CheckedAdamW
 from lex_pretrain.train.loss import NextTokenLoss, hidden_matrices, parameter_groups
-from lex_pretrain.train.swapping import check_swapping
 
 
 def check_operations(config: Config) -> None:
-    """Raises RequestError when DeepSpeed does not have an operation here that the config asks for."""
-    if config.zero.nvme_path is not None:
-        check_swapping(config.zero.nvme_path)
+    """Raises RequestError when DeepSpeed has an operation that the config asks for on GPUs only."""
     section = config.deepspeed.get("zero_optimization") or {}
     if torch.cuda.is_available():
         return

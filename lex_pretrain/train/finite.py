@@ -13,8 +13,6 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from lex_pretrain.train.swapping import within_reach
-
 GRADIENT = "gradient"
 LOSS = "loss"
 
@@ -70,8 +68,7 @@ class CheckedAdamW(torch.optim.AdamW):
 
 def state_is_finite(engine: Any) -> bool:
     """Whether all weights and the optimizer's state, of all ranks, are finite."""
-    with within_reach(engine):
-        finite = all(bool(tensor.isfinite().all()) for tensor in _state_tensors(engine))
+    finite = all(bool(tensor.isfinite().all()) for tensor in _state_tensors(engine))
     shared = torch.tensor(float(not finite), device=engine.device)
     torch.distributed.all_reduce(shared)
     return shared.item() == 0

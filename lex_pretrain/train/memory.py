@@ -35,12 +35,11 @@ _ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class Placement:
-    """Which states are partitioned (ZeRO stage) and which live in host memory, the optimizer's `on_nvme` on a disk."""
+    """Which states are partitioned (ZeRO stage) and which live in host memory."""
 
     stage: int
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    on_nvme: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,9 +266,7 @@ def _partitioned_parameters(settings: Settings, placement: Placement) -> StateBy
         if not placement.offload_parameters:
             return StateBytes(weights + persistent, sums * own, optimizer, buffers, step)
         return StateBytes(persistent, sums * own, optimizer, buffers, step, host=weights)
-    # From a disk, weights, moments and gradients of one group of tensors at a time are in buffers.
-    swapped = 4 * _FP32_BYTES * min(own, settings.sub_group)
-    host = sums * own + (swapped if placement.on_nvme else optimizer + _FP32_BYTES * own)
+    host = optimizer + (sums + _FP32_BYTES) * own
     if placement.offload_parameters:
         return StateBytes(persistent, 0, 0, buffers, step=0, host=host + weights)
     return StateBytes(weights + persistent, 0, 0, buffers, step=0, host=host)

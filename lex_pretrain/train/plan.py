@@ -49,7 +49,6 @@ class PlacementPlan(Record):
     zero_stage: int
     offload_optimizer: bool
     offload_parameters: bool
-    on_nvme: bool
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -71,10 +70,8 @@ class PlacementPlan(Record):
     @property
     def name(self) -> str:
         if self.offload_parameters:
-            name = f"{self.zero_stage} offload {'all' if self.offload_optimizer else 'parameters'}"
-        else:
-            name = f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
-        return f"{name} NVMe" if self.on_nvme else name
+            return f"{self.zero_stage} offload {'all' if self.offload_optimizer else 'parameters'}"
+        return f"{self.zero_stage}{' offload' if self.offload_optimizer else ''}"
 
 
 class Plan(Record):
@@ -142,7 +139,6 @@ def make_plan(
                 zero_stage=placement.stage,
                 offload_optimizer=placement.offload_optimizer,
                 offload_parameters=placement.offload_parameters,
-                on_nvme=placement.on_nvme,
                 weights_bytes=states.weights,
                 gradients_bytes=states.gradients,
                 optimizer_bytes=states.optimizer,
@@ -201,8 +197,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def _configured(config: Config) -> Placement:
-    zero = config.zero
-    return Placement(zero.stage, zero.offload_optimizer, zero.offload_parameters, zero.nvme_path is not None)
+    return Placement(config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters)
 
 
 def _num_checkpoints_kept(config: Config) -> int:

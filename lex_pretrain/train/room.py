@@ -24,10 +24,10 @@ def checkpoint_bytes(config: Config, zero_stage: int) -> int:
 def copied_bytes(config: Config, zero_stage: int, world_size: int) -> tuple[int, int]:
     """Bytes of host memory that a save takes until it is written: in the first process, and in each other one.
 
-    Where checkpoints are saved in the background, all that is saved is copied first; else only the first process copies
-    anything, the gathered weights. ValueError while the vocabulary is open.
+    With `checkpoint.in_background` all that is saved is copied first; else only the first process copies anything, the
+    gathered weights. ValueError while the vocabulary is open.
     """
-    if not config.saves_in_background:
+    if not config.checkpoint.in_background:
         return count_parameters(config.model) * BYTES_PER_ELEMENT[config.train.precision], 0
     share = _partitioned_bytes(config, zero_stage) // world_size
     return share + _bytes_of_first_process(config, zero_stage), share

@@ -30,7 +30,6 @@ from lex_pretrain.train.resume import check_same_run, find_start
 from lex_pretrain.train.run_folder import held_run_folder
 from lex_pretrain.train.state import TrainState
 from lex_pretrain.train.stop import StopRequest
-from lex_pretrain.train.swapping import check_swap_room, remove_swap_files
 from lex_pretrain.train.trainer import StepResult, Trainer, resolve_vocab_size
 from lex_pretrain.train.validation import Validation
 
@@ -84,7 +83,6 @@ def train_alone(
     start = find_start(checkpoints, resume, fingerprint)
     plan = None if start is None else checkpoints.plan_load(*start)
     checkpoints.check_room()
-    check_swap_room(config, ranks)
     trainer = Trainer(config, ranks, loader, load_universal=plan is not None and plan.is_universal)
     if start is not None and plan is not None:
         checkpoints.load(trainer.engine, plan)
@@ -113,7 +111,6 @@ def train_alone(
         raise
     finally:
         monitor.close()
-        remove_swap_files(trainer.engine)
 
 
 def run_steps(
@@ -168,7 +165,7 @@ def run_steps(
             trainer.watchdog.progress(f"saving step {state.step}")
             checkpoints.check_room()
             checkpoints.begin_save(trainer.engine, trainer.decoder, state)
-            if done or result.stop_requested or not config.saves_in_background:
+            if done or result.stop_requested or not config.checkpoint.in_background:
                 trainer.watchdog.progress(f"writing the checkpoint of step {state.step}")
                 finish_save(checkpoints, monitor)
         if result.stop_requested and not done:

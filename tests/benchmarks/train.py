@@ -1,4 +1,4 @@
-"""What the trainer costs beside a bare loop over its own engine, and beside the Hugging Face Trainer.
+"""What the trainer costs beside a bare loop over its own engine, and beside the Hugging Face Trainer; how it starts.
 
 Two processes, ZeRO stage 1, bf16 on the CPU, the same sizes and batches. Every contender is a job of its own; they take
 turns, and a step's time is the median over all rounds of the time from one step's start to the next one's.
@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.manifest import Account, Manifest, TokenizerRecord
 from lex_pretrain.data.shards import write_shard
+from lex_pretrain.monitor.metrics import read_steps
 from lex_pretrain.tokenizer import Tokenizer
 from tests.benchmarks.prepare import train_on_python
 
@@ -34,6 +36,7 @@ def run() -> list[str]:
         folder = Path(name)
         config = _config(folder, make_dataset(folder / "data"))
         seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+        starts = [_start_seconds(config, folder / f"start-{number}") for number in range(_ROUNDS)]
         for number in range(_ROUNDS):
             for contender in CONTENDERS:
                 seconds[contender] += _step_seconds(contender, config, folder / f"{contender}-{number}")
@@ -45,6 +48,9 @@ def run() -> list[str]:
         *(f"  {contender:12} {rate:8,.0f} tokens/s" for contender, rate in rates.items()),
         f"  trainer over bare loop of its engine {rates['trainer'] / rates['bare']:.3f}",
         f"  trainer over Hugging Face Trainer    {rates['trainer'] / rates['huggingface']:.3f}",
+        "  from the command to the end of the first step {:.1f} s, resumed {:.1f} s".format(
+            *map(statistics.median, zip(*starts, strict=True))
+        ),
     ]
 
 
@@ -80,6 +86,30 @@ def make_dataset(folder: Path) -> Path:
         sources=(),
     ).save(folder)
     return folder
+
+
+def _start_seconds(config: Config, output: Path) -> tuple[float, float]:
+    """From `lex-pretrain launch` to the end of the first step: of a new run, and of one that goes on."""
+    output.mkdir()
+    run = config.run.model_copy(update={"output_dir": str(output / "run")})
+    save_config(config.model_copy(update={"run": run}), output / "config.yaml")
+    command = [sys.executable, "-m", "lex_pretrain", "launch", "--num-processes", str(NUM_PROCESSES), "--", "train"]
+    command += ["--config", str(output / "config.yaml")]
+    metrics = output / "run" / "metrics.jsonl"
+    seconds = []
+    for num_steps in (1, 2):
+        started = time.perf_counter()
+        training = subprocess.Popen(
+            [*command, f"train.num_steps={num_steps}", "schedule.warmup_steps=1"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while training.poll() is None and (not metrics.is_file() or len(read_steps(metrics)) < num_steps):
+            time.sleep(0.02)
+        seconds.append(time.perf_counter() - started)
+        if training.wait() != 0:
+            raise RuntimeError(f"a training in {output} ended with {training.returncode}")
+    return seconds[0], seconds[1]
 
 
 def _step_seconds(contender: str, config: Config, output: Path) -> list[float]:
