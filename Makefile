@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test check format bench paper-mini clean
+.PHONY: help quickstart test check format bench paper-mini paper-mini-data clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,11 +59,12 @@ MINI_EVALUATIONS := $(foreach seed,$(SEEDS),$(foreach position,$(POSITIONS),$(MI
 paper-mini: $(MINI_EVALUATIONS:=/report.html)
 	$(BIN)/lex-pretrain compare $(MINI_EVALUATIONS) --output $(MINI)/comparison
 
-$(MINI)/data/manifest.json: | $(VENV)/.installed
-	$(BIN)/lex-pretrain prepare $(CORPUS) --output $(@D) --vocab-size 2048 --validation-fraction 0.02 \
+# Not a file's rule: `prepare` knows whether its data is whole and of this corpus.
+paper-mini-data: $(VENV)/.installed
+	$(BIN)/lex-pretrain prepare $(CORPUS) --output $(MINI)/data --vocab-size 2048 --validation-fraction 0.02 \
 		--test-fraction 0.1 --unit-bytes 4194304 --max-rejected 5%
 
-$(MINI)/%-evaluation/report.html: | $(MINI)/data/manifest.json
+$(MINI)/%-evaluation/report.html: | paper-mini-data
 	$(BIN)/lex-pretrain train --config configs/paper-mini/$(firstword $(subst -, ,$*)).yaml \
 		run.seed=$(lastword $(subst -, ,$*)) run.output_dir=$(MINI)/$* data.path=$(MINI)/data train.num_steps=$(STEPS)
 	$(BIN)/lex-pretrain evaluate $(MINI)/$* --data $(MINI)/data --lengths $(MINI_LENGTHS) --attention causal,blockwise \

@@ -20,8 +20,8 @@ class ProcessMemory:
     gpu_peak: int
     cpu_peak: int
     offloaded: int
-    copied: int = 0
-    first_copied: int = 0
+    copied: int
+    first_copied: int
 
 
 @dataclass(frozen=True)

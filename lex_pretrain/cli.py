@@ -529,12 +529,12 @@ def _to_launch(config: Config) -> "Training":
         states = placed.weights_bytes + placed.gradients_bytes + placed.optimizer_bytes
         gpu_peak = int(placed.peak_bytes / USABLE_SHARE)
         return ProcessMemory(
-            states,
-            gpu_peak,
-            placed.cpu_peak_bytes,
-            placed.host_bytes,
-            placed.copied_bytes,
-            placed.first_copied_bytes,
+            states=states,
+            gpu_peak=gpu_peak,
+            cpu_peak=placed.cpu_peak_bytes,
+            offloaded=placed.host_bytes,
+            copied=placed.copied_bytes,
+            first_copied=placed.first_copied_bytes,
         )
 
     # Those that are kept and the one being written.

@@ -117,21 +117,23 @@ def test_offloaded_parameters_train_as_those_on_the_device(
 
 @pytest.mark.slow
 def test_offloaded_optimizer_state_resumes_bit_for_bit(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    """ZeRO 3 on two processes, after a kill."""
+    """ZeRO 2 and 3 on two processes, after a kill."""
     runs: list[tuple[Path | int | str, ...]] = []
-    for name in ("whole", "killed"):
-        run = {"output_dir": str(tmp_path / name)}
-        config = tiny_config(run=run, zero={"stage": 3, "offload_optimizer": True}, checkpoint={"every_steps": 2})
-        save_config(config, tmp_path / f"{name}.yaml")
-        runs += [(tmp_path / f"{name}.yaml", 2, "killed")] if name == "killed" else []
-        runs.append((tmp_path / f"{name}.yaml", 2))
+    for stage in (2, 3):
+        for name in (f"whole-{stage}", f"killed-{stage}"):
+            run = {"output_dir": str(tmp_path / name)}
+            zero = {"stage": stage, "offload_optimizer": True}
+            save_config(tiny_config(run=run, zero=zero, checkpoint={"every_steps": 2}), tmp_path / f"{name}.yaml")
+            runs += [(tmp_path / f"{name}.yaml", 2, "killed")] if "killed" in name else []
+            runs.append((tmp_path / f"{name}.yaml", 2))
     run_forked(*runs)
-    whole, killed = (
-        [(step["loss"], step["grad_norm"]) for step in read_steps(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "killed")
-    )
-    assert len(whole) == 6
-    assert killed == whole
+    for stage in (2, 3):
+        whole, killed = (
+            [(step["loss"], step["grad_norm"]) for step in read_steps(tmp_path / name / "metrics.jsonl")]
+            for name in (f"whole-{stage}", f"killed-{stage}")
+        )
+        assert len(whole) == 6
+        assert killed == whole, stage
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from lex_pretrain.errors import RequestError
 from lex_pretrain.model import attend, positions
 from lex_pretrain.model.activations import activation_bytes
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.parameters import count_parameters, parameter_tensors
+from lex_pretrain.model.parameters import count_hidden_matrices, count_parameters, parameter_tensors
 from lex_pretrain.model_config import ModelSection
 from lex_pretrain.train import loss
-from lex_pretrain.train.loss import NextTokenLoss, parameter_groups
+from lex_pretrain.train.loss import NextTokenLoss, hidden_matrices, parameter_groups
 from lex_pretrain.train.plan import PlacementPlan, Plan, make_plan
 from tests.conftest import Program
 from tests.test_config import CONFIGS, RUNS
@@ -75,6 +75,7 @@ def test_parameters_by_formula_are_those_of_the_decoder(values: dict[str, Any]) 
     tensors = parameter_tensors(config)
     assert sorted(shape for tensor in tensors for shape in [tensor.shape] * tensor.num_tensors) == expected
     assert count_parameters(config) == sum(parameter.numel() for parameter in decoder.parameters())
+    assert count_hidden_matrices(config) == sum(parameter.numel() for parameter in hidden_matrices(decoder))
     decayed = sum(tensor.num_elements * tensor.num_tensors for tensor in tensors if tensor.decays)
     group: list[torch.nn.Parameter] = parameter_groups(decoder, 0.1)[0]["params"]  # type: ignore[assignment]
     assert decayed == sum(parameter.numel() for parameter in group)
@@ -269,6 +270,11 @@ def test_raw_deepspeed_settings_count() -> None:
     assert narrow.sent_bytes_per_step < plain.sent_bytes_per_step
     bf16_sums = configured("deepspeed.data_types.grad_accum_dtype=bf16")
     assert bf16_sums.gradients_bytes == plain.gradients_bytes // 2
+    muon = make_plan(load_config(run, ["optimizer.name=muon", "zero.stage=1"]), 8, 0.4, 989, None)
+    (only,) = muon.placements
+    # Muon has 4 bytes less for each parameter in the layers' matrices.
+    hidden = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert configured("zero.stage=1").optimizer_bytes - only.optimizer_bytes == 4 * hidden // 8
     with pytest.raises(RequestError, match=r"deepspeed\.communication_data_type int8 is unknown"):
         configured("deepspeed.communication_data_type=int8")
 

@@ -19,7 +19,7 @@ from lex_pretrain.errors import RequestError
 
 GIB = 2**30
 # Of one process: 4 GiB throughout, 10 at the peak on a GPU, 8 on a CPU.
-MEMORY = ProcessMemory(states=4 * GIB, gpu_peak=10 * GIB, cpu_peak=8 * GIB, offloaded=0)
+MEMORY = ProcessMemory(states=4 * GIB, gpu_peak=10 * GIB, cpu_peak=8 * GIB, offloaded=0, copied=0, first_copied=0)
 
 
 @pytest.fixture(scope="module")

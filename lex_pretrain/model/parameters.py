@@ -12,12 +12,12 @@ VOCABULARY_MULTIPLE = 128
 
 
 class ParameterTensor(NamedTuple):
-    """Parameter tensors of one shape, of which the model holds `num_tensors`."""
+    """Parameter tensors of one shape, of which the model holds `num_tensors`; Muon can train hidden matrices."""
 
     shape: tuple[int, ...]
     num_tensors: int
     is_embedding: bool = False
-    is_in_layers: bool = False
+    is_hidden_matrix: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -28,11 +28,6 @@ class ParameterTensor(NamedTuple):
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices that are no embeddings."""
         return len(self.shape) > 1 and not self.is_embedding
-
-    @property
-    def is_hidden_matrix(self) -> bool:
-        """Whether Muon can train it."""
-        return len(self.shape) > 1 and self.is_in_layers
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -55,9 +50,9 @@ def parameter_tensors(config: ModelSection) -> list[ParameterTensor]:
     # (inputs, outputs) of qkv, attention output, feed-forward input and output.
     gated_inner = 2 * inner if config.activation == "swiglu" else inner
     for inputs, outputs in ((width, projected), (width, width), (width, gated_inner), (inner, width)):
-        tensors.append(ParameterTensor((outputs, inputs), layers, is_in_layers=True))
+        tensors.append(ParameterTensor((outputs, inputs), layers, is_hidden_matrix=True))
         if config.bias:
-            tensors.append(ParameterTensor((outputs,), layers, is_in_layers=True))
+            tensors.append(ParameterTensor((outputs,), layers))
     # A weight, and in a layernorm with biases a bias of the same size.
     vectors_per_norm = 2 if config.norm == "layernorm" and config.bias else 1
     tensors.append(ParameterTensor((width,), vectors_per_norm * (2 * layers + 1)))

@@ -17,11 +17,11 @@ from typing import Any
 from lex_pretrain.config import Config
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.activations import BYTES_PER_ELEMENT
-from lex_pretrain.model.parameters import ParameterTensor, count_hidden_matrices, parameter_tensors
+from lex_pretrain.model.parameters import ParameterTensor, parameter_tensors
 from lex_pretrain.train.deepspeed_config import make_deepspeed_config
+from lex_pretrain.train.room import MOMENTS_BYTES, elements_with_one_moment
 
 _FP32_BYTES = 4
-_MOMENTS_BYTES = 2 * _FP32_BYTES
 # DeepSpeed's own defaults, in elements: gradients reduced and weights gathered together, and those of stage 3.
 _REDUCE_BUCKET = 500_000_000
 _GATHER_BUCKET = 500_000_000
@@ -118,7 +118,7 @@ class Settings:
             secondary_group=min(world_size, int(zero.get("zero_hpz_partition_size", 1))),
             quantizes_weights=bool(zero.get("zero_quantized_weights", False)),
             quantizes_gradients=bool(zero.get("zero_quantized_gradients", False)),
-            with_one_moment=count_hidden_matrices(config.model) if config.optimizer.name == "muon" else 0,
+            with_one_moment=elements_with_one_moment(config),
         )
 
     @property
@@ -208,7 +208,7 @@ def _replicated(settings: Settings) -> StateBytes:
     return StateBytes(
         weights=element * number,
         gradients=element * number,
-        optimizer=(master + _MOMENTS_BYTES) * number,
+        optimizer=(master + MOMENTS_BYTES) * number,
         buffers=0,
         # The bucket under reduction is a copy; the update of fp16 weights takes all gradients in float32.
         step=max(element * bucket, master * number),
@@ -219,8 +219,8 @@ def _partitioned_optimizer(settings: Settings, placement: Placement) -> StateByt
     """Stages 1 and 2: whole weights, float32 weights and moments of the own partition."""
     own, element, sums = settings.flat_partition, settings.weight_bytes, settings.sum_bytes
     whole = own * settings.world_size
-    optimizer = (_FP32_BYTES + _MOMENTS_BYTES) * own
-    optimizer -= _MOMENTS_BYTES // 2 * -(-settings.with_one_moment // settings.world_size)
+    optimizer = (_FP32_BYTES + MOMENTS_BYTES) * own
+    optimizer -= MOMENTS_BYTES // 2 * -(-settings.with_one_moment // settings.world_size)
     buckets = settings.num_buckets * settings.reduce_bucket
     if placement.stage == 2:
         gradients, buffers = sums * own, element * buckets
@@ -255,7 +255,7 @@ def _message_copies(settings: Settings) -> int:
 def _partitioned_parameters(settings: Settings, placement: Placement) -> StateBytes:
     """Stage 3: partitions of everything, small tensors whole, and what is gathered for the layers at work."""
     own, element, sums = settings.tensor_partition, settings.weight_bytes, settings.sum_bytes
-    optimizer = (_FP32_BYTES + _MOMENTS_BYTES) * own
+    optimizer = (_FP32_BYTES + MOMENTS_BYTES) * own
     # A process alone uses its partitions as they are, unless they must come from the host.
     gathers = settings.world_size > 1 or placement.offload_parameters
     weights, persistent = element * own, element * settings.persistent if gathers else 0

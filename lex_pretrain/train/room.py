@@ -9,7 +9,8 @@ from lex_pretrain.model.parameters import count_hidden_matrices, count_parameter
 
 # A checkpoint of the same run may differ a little in size: names and numbers in its small files.
 _MARGIN_BYTES = 1_000_000
-_MOMENTS_BYTES = 8
+# AdamW's two a parameter, in float32; Muon has one of them.
+MOMENTS_BYTES = 8
 
 
 def checkpoint_bytes(config: Config, zero_stage: int) -> int:
@@ -33,19 +34,24 @@ def copied_bytes(config: Config, zero_stage: int, world_size: int) -> tuple[int,
     return share + _bytes_of_first_process(config, zero_stage), share
 
 
+def elements_with_one_moment(config: Config) -> int:
+    """Parameters that Muon trains: their optimizer state is one moment and not AdamW's two."""
+    return count_hidden_matrices(config.model) if config.optimizer.name == "muon" else 0
+
+
 def _partitioned_bytes(config: Config, zero_stage: int) -> int:
     """Of float32 weights and moments, of which every process saves its partition; without ZeRO there are none."""
     if zero_stage == 0:
         return 0
-    with_one_moment = count_hidden_matrices(config.model) if config.optimizer.name == "muon" else 0
-    return (4 + _MOMENTS_BYTES) * count_parameters(config.model) - _MOMENTS_BYTES // 2 * with_one_moment
+    missing = MOMENTS_BYTES // 2 * elements_with_one_moment(config)
+    return (4 + MOMENTS_BYTES) * count_parameters(config.model) - missing
 
 
 def _bytes_of_first_process(config: Config, zero_stage: int) -> int:
     """Of the weights for forward passes, gathered and below stage 3 by DeepSpeed too; without ZeRO of everything."""
     element = BYTES_PER_ELEMENT[config.train.precision]
     forward_copies = 1 if zero_stage == 3 else 2
-    states = 0 if zero_stage else _MOMENTS_BYTES + (0 if element == 4 else 4)
+    states = 0 if zero_stage else MOMENTS_BYTES + (0 if element == 4 else 4)
     return count_parameters(config.model) * (states + forward_copies * element)
 
 

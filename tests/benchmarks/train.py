@@ -88,13 +88,19 @@ def make_dataset(folder: Path) -> Path:
     return folder
 
 
-def _start_seconds(config: Config, output: Path) -> tuple[float, float]:
-    """From `lex-pretrain launch` to the end of the first step: of a new run, and of one that goes on."""
+def _save_config(config: Config, output: Path) -> Path:
+    """The config of a job whose run lies in the new folder `output`."""
     output.mkdir()
     run = config.run.model_copy(update={"output_dir": str(output / "run")})
     save_config(config.model_copy(update={"run": run}), output / "config.yaml")
+    return output / "config.yaml"
+
+
+def _start_seconds(config: Config, output: Path) -> tuple[float, float]:
+    """From `lex-pretrain launch` to the end of the first step: of a new run, and of one that goes on."""
+    file = _save_config(config, output)
     command = [sys.executable, "-m", "lex_pretrain", "launch", "--num-processes", str(NUM_PROCESSES), "--", "train"]
-    command += ["--config", str(output / "config.yaml")]
+    command += ["--config", str(file)]
     metrics = output / "run" / "metrics.jsonl"
     seconds = []
     for num_steps in (1, 2):
@@ -114,11 +120,9 @@ def _start_seconds(config: Config, output: Path) -> tuple[float, float]:
 
 def _step_seconds(contender: str, config: Config, output: Path) -> list[float]:
     """Times of the steps of a job, without the first third, which warms up."""
-    output.mkdir()
-    run = config.run.model_copy(update={"output_dir": str(output / "run")})
-    save_config(config.model_copy(update={"run": run}), output / "config.yaml")
+    file = _save_config(config, output)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_PROCESSES}"]
-    command += ["-m", "tests.benchmarks.train_worker", contender, str(output / "config.yaml"), str(output / "starts")]
+    command += ["-m", "tests.benchmarks.train_worker", contender, str(file), str(output / "starts")]
     num_threads = max(1, (os.cpu_count() or 1) // NUM_PROCESSES)
     subprocess.run(
         command,
