@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from lex_pretrain.config import Config
+from lex_pretrain.config import Config, Precision
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.shards import TokenDataset
 from lex_pretrain.errors import JobError, RequestError
@@ -74,7 +74,7 @@ class Resumption:
 def run_quickstart(output: Path, minutes: float) -> Path:
     """Run every stage into `output` and return the report's path. Finished stages are kept when it is run again."""
     started = time.monotonic()
-    precision, precision_reason = choose_precision()
+    precision, precision_reason = _precision(output)
     num_processes, processes_reason = choose_num_processes()
     logger.info("precision %s: %s", precision, precision_reason)
     logger.info("%d processes: %s", num_processes, processes_reason)
@@ -110,6 +110,14 @@ def run_quickstart(output: Path, minutes: float) -> Path:
     console.print(summary_table(all_results))
     logger.info("done in %.1f minutes; report: %s", (time.monotonic() - started) / 60, report)
     return report
+
+
+def _precision(output: Path) -> tuple[Precision, str]:
+    """The precision of the quickstart in `output`, or for a new one what suits this machine, and why."""
+    file = output / JOB_FILE
+    if file.is_file():
+        return read_json(file)["precision"], "as this quickstart began"
+    return choose_precision()
 
 
 def _check_same_request(output: Path, request: dict[str, Any]) -> None:

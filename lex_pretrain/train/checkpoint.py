@@ -31,8 +31,9 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
-from lex_pretrain.train.conversion import convert_to_universal, optimizer_kept_apart
+from lex_pretrain.train.conversion import convert_to_universal
 from lex_pretrain.train.distributed import quiet_deepspeed
+from lex_pretrain.train.engine import optimizer_kept
 from lex_pretrain.train.health import SampleRange
 from lex_pretrain.train.room import checkpoint_bytes, lack_of_room
 from lex_pretrain.train.snapshot import deepspeed_files, gather_weights, start_thread, write_files
@@ -289,8 +290,7 @@ class Checkpoints:
         """Fill the engine, which was made for `plan.is_universal`."""
         # An engine that began from a universal checkpoint may go back to one of its own, which is not.
         engine._config.load_universal_checkpoint = plan.is_universal
-        kept_apart = optimizer_kept_apart(engine) if plan.is_universal else contextlib.nullcontext()
-        with quiet_deepspeed(), kept_apart:
+        with quiet_deepspeed(), optimizer_kept(engine.basic_optimizer):
             loaded, _ = engine.load_checkpoint(str(plan.folder), tag=DEEPSPEED_TAG)
         if loaded is None:
             raise JobError(f"DeepSpeed found no checkpoint in {plan.folder / DEEPSPEED_TAG}")

@@ -1,11 +1,9 @@
 """Checkpoints of another number of processes or another ZeRO stage, by DeepSpeed's universal checkpoint."""
 
-import contextlib
 import importlib.metadata
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +72,3 @@ def _load_common(universal: Path) -> dict[str, Any]:
 
 def _save_common(common: dict[str, Any], universal: Path) -> None:
     torch.save(common, universal / "zero" / "optimizer_state.pt")
-
-
-@contextlib.contextmanager
-def optimizer_kept_apart(engine: Any) -> Iterator[None]:
-    """Undo what loading a universal checkpoint at ZeRO-3 does to an optimizer with several parameter groups.
-
-    DeepSpeed 0.19 gives all groups the settings of the first, weight decay among them, and lets all parameters share
-    one step counter, which then counts once for each of them.
-    """
-    optimizer = engine.optimizer.optimizer
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    yield
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()

@@ -1,5 +1,7 @@
 """The decoder and the DeepSpeed engine that trains it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,6 +83,27 @@ def _take_powers_anew(optimizer: Any, arguments: tuple[Any, ...], keywords: dict
     """
     nothing = [torch.zeros(1) for _ in range(4)]
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, 0.0, 0.5, 0.5, 1.0, 0.0, True, *nothing)
+
+
+@contextlib.contextmanager
+def optimizer_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep an optimizer as this run made it while DeepSpeed 0.19 loads a checkpoint into it; only its state changes.
+
+    A checkpoint brings the groups of the optimizer that saved it, which lack settings that this one needs where only
+    one of the two is offloaded; a universal one gives all groups those of the first, weight decay among them. Steps
+    come as a number or a tensor, as that optimizer counts, or as one tensor that all parameters would count up.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            step = int(state["step"])
+            is_number = isinstance(optimizer, DeepSpeedCPUAdam)
+            state["step"] = step if is_number else torch.tensor(float(step), device=parameter.device)
 
 
 def _adamw_settings(config: Config) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What the trainer costs beside a bare loop over its own engine, and beside the Hugging Face Trainer; how it starts.
 
-Two processes, ZeRO stage 1, bf16 on the CPU, the same sizes and batches. Every contender is a job of its own; they take
-turns, and a step's time is the median over all rounds of the time from one step's start to the next one's.
+Two processes, ZeRO stage 1 on the CPU, the same sizes, batches and precision. The trainer and the bare loop take turns
+step by step in one job; the Hugging Face Trainer is a job of its own, and jobs take turns. A ratio is the median over
+pairs: of neighbouring steps for the bare loop, of neighbouring jobs' median steps for the other.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lex_pretrain.config import Config
+from lex_pretrain.config import Config, Precision
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.manifest import Account, Manifest, TokenizerRecord
 from lex_pretrain.data.shards import write_shard
@@ -24,43 +25,60 @@ from lex_pretrain.tokenizer import Tokenizer
 from tests.benchmarks.prepare import train_on_python
 
 NUM_PROCESSES = 2
-CONTENDERS = ("trainer", "bare", "huggingface")
-_ROUNDS = 3
+_ROUNDS = 5
 _STEPS = 12
 _DATASET_TOKENS = 2_000_000
 
 
 def run() -> list[str]:
-    """Lines of the result: tokens a second and ratios."""
+    """Lines of the result: tokens a second and ratios, in both precisions that CPUs train in, and seconds to start."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = _config(folder, make_dataset(folder / "data"))
-        seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-        starts = [_start_seconds(config, folder / f"start-{number}") for number in range(_ROUNDS)]
-        for number in range(_ROUNDS):
-            for contender in CONTENDERS:
-                seconds[contender] += _step_seconds(contender, config, folder / f"{contender}-{number}")
+        data = make_dataset(folder / "data")
+        config = _config(folder, data, "bf16")
+        starts = [_start_seconds(config, folder / f"start-{number}") for number in range(3)]
+        lines = [
+            f"train: {NUM_PROCESSES} processes, hidden {config.model.hidden_size}, {config.model.num_layers} layers, "
+            f"{config.train.global_batch_size} x {config.model.sequence_length} tokens a step",
+            "  from the command to the end of the first step {:.1f} s, resumed {:.1f} s".format(
+                *map(statistics.median, zip(*starts, strict=True))
+            ),
+        ]
+        for precision in ("bf16", "fp32"):
+            lines += _compare(_config(folder, data, precision), folder / precision)
+    return lines
+
+
+def _compare(config: Config, folder: Path) -> list[str]:
+    """Lines about one precision."""
+    folder.mkdir()
+    seconds: dict[str, list[float]] = {"trainer": [], "bare": [], "huggingface": []}
+    over_huggingface = []
+    for number in range(_ROUNDS):
+        ours = _step_seconds("lex-pretrain", config, folder / f"lex-pretrain-{number}")
+        theirs = _step_seconds("huggingface", config, folder / f"huggingface-{number}")
+        over_huggingface.append(statistics.median(theirs["huggingface"]) / statistics.median(ours["trainer"]))
+        for contender, taken in (ours | theirs).items():
+            seconds[contender] += taken
+    over_bare = [bare / trainer for bare, trainer in zip(seconds["bare"], seconds["trainer"], strict=True)]
     tokens_per_step = config.train.global_batch_size * config.model.sequence_length
     rates = {contender: tokens_per_step / statistics.median(taken) for contender, taken in seconds.items()}
     return [
-        f"train: {NUM_PROCESSES} processes, hidden {config.model.hidden_size}, {config.model.num_layers} layers, "
-        f"{config.train.global_batch_size} x {config.model.sequence_length} tokens a step",
-        *(f"  {contender:12} {rate:8,.0f} tokens/s" for contender, rate in rates.items()),
-        f"  trainer over bare loop of its engine {rates['trainer'] / rates['bare']:.3f}",
-        f"  trainer over Hugging Face Trainer    {rates['trainer'] / rates['huggingface']:.3f}",
-        "  from the command to the end of the first step {:.1f} s, resumed {:.1f} s".format(
-            *map(statistics.median, zip(*starts, strict=True))
-        ),
+        f"  {config.train.precision}: "
+        + ", ".join(f"{contender} {rate:,.0f} tokens/s" for contender, rate in rates.items()),
+        f"    trainer over bare loop of its engine {statistics.median(over_bare):.3f} (of {len(over_bare)} pairs)",
+        f"    trainer over Hugging Face Trainer    {statistics.median(over_huggingface):.3f} "
+        f"({min(over_huggingface):.3f} to {max(over_huggingface):.3f} in {_ROUNDS} pairs)",
     ]
 
 
-def _config(folder: Path, data: Path) -> Config:
+def _config(folder: Path, data: Path, precision: Precision) -> Config:
     return Config.model_validate(
         {
             "run": {"output_dir": str(folder / "run")},
             "data": {"path": str(data)},
             "model": {"num_layers": 6, "hidden_size": 384, "num_heads": 6, "sequence_length": 256},
-            "train": {"num_steps": _STEPS, "global_batch_size": 16, "micro_batch_size": 4, "precision": "bf16"},
+            "train": {"num_steps": _STEPS, "global_batch_size": 16, "micro_batch_size": 4, "precision": precision},
             "schedule": {"warmup_steps": 2},
             "checkpoint": {"every_steps": 1000},
             "monitor": {"log_every_steps": 1, "wandb_mode": "disabled"},
@@ -118,11 +136,11 @@ def _start_seconds(config: Config, output: Path) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def _step_seconds(contender: str, config: Config, output: Path) -> list[float]:
-    """Times of the steps of a job, without the first third, which warms up."""
+def _step_seconds(contender: str, config: Config, output: Path) -> dict[str, list[float]]:
+    """Times of the steps of a job by whose they are, without the first third, which warm up."""
     file = _save_config(config, output)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_PROCESSES}"]
-    command += ["-m", "tests.benchmarks.train_worker", contender, str(file), str(output / "starts")]
+    command += ["-m", "tests.benchmarks.train_worker", contender, str(file), str(output / "seconds")]
     num_threads = max(1, (os.cpu_count() or 1) // NUM_PROCESSES)
     subprocess.run(
         command,
@@ -131,5 +149,5 @@ def _step_seconds(contender: str, config: Config, output: Path) -> list[float]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
     )
-    starts = json.loads((output / "starts").read_text())
-    return list(np.diff(starts)[_STEPS // 3 :])
+    seconds: dict[str, list[float]] = json.loads((output / "seconds").read_text())
+    return {contender: taken[_STEPS // 3 :] for contender, taken in seconds.items()}
