@@ -59,7 +59,7 @@ def keep_freed_memory() -> None:
     """Let this process keep the memory that CPU tensors give up, for the next ones; elsewhere than on glibc, nothing.
 
     By default glibc returns large blocks to the system at once, and each step takes them again page by page: 6 % of a
-    small model's step in a virtual machine whose free pages go back to its host. The parameters are those of mallopt(3).
+    small model's step in a virtual machine whose free pages go back to its host. The parameters are of mallopt(3).
     """
     m_trim_threshold, m_mmap_max = -1, -4
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
