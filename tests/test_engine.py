@@ -141,11 +141,11 @@ def test_offloaded_optimizer_state_comes_back_to_the_device_and_goes_out_again(
     tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """ZeRO 2 and 3, on as many processes as before and on others: the losses of a run that was never offloaded."""
-    common = {"schedule": {"decay": "constant"}, "train": {"num_steps": 12}}
+    common = {"schedule": {"decay": "constant"}, "train": {"num_steps": 10}}
     save_config(tiny_config(run={"output_dir": str(tmp_path / "whole")}, **common), tmp_path / "whole.yaml")
     runs: list[tuple[Path | int | str, ...]] = [(tmp_path / "whole.yaml", 2)]
     for stage in (2, 3):
-        parts = [(3, 2, False), (6, 2, True), (8, 1, False), (10, 2, True), (12, 2, False)]
+        parts = [(3, 2, False), (6, 2, True), (8, 1, False), (10, 2, True)]
         for num_steps, num_processes, offload in parts:
             changed: dict[str, dict[str, object]] = {
                 "run": {"output_dir": str(tmp_path / f"stage-{stage}")},
@@ -157,7 +157,7 @@ def test_offloaded_optimizer_state_comes_back_to_the_device_and_goes_out_again(
             runs.append((file, num_processes))
     run_forked(*runs)
     whole = [step["loss"] for step in read_steps(tmp_path / "whole" / "metrics.jsonl")]
-    assert len(whole) == 12
+    assert len(whole) == 10
     for stage in (2, 3):
         losses = [step["loss"] for step in read_steps(tmp_path / f"stage-{stage}" / "metrics.jsonl")]
         assert losses == pytest.approx(whole, abs=1e-5), stage

@@ -24,6 +24,7 @@ from lex_pretrain.evaluate.memory import peak_memory_bytes, reset_peak_memory
 from lex_pretrain.evaluate.perplexity import score_fixed_targets, score_pieces
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
 from lex_pretrain.evaluate.results import Results, ScoringMode
+from lex_pretrain.files import folder_lock
 from lex_pretrain.hardware import evaluation_dtype
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import load_decoder
@@ -247,6 +248,20 @@ def test_results_hold_the_contract_and_do_not_depend_on_the_number_of_ranks(
     short = {attention: nll for (protocol, attention, length), nll in perplexity.items() if length == 16}
     assert short["causal"] == pytest.approx(short["blockwise"], rel=1e-6)
     assert short["causal"] == pytest.approx(short["strided"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_second_evaluation_in_a_folder_is_refused_and_touches_nothing(
+    checkpoint: Path, dataset: Path, program: Program, tmp_path: Path, num_ranks: int
+) -> None:
+    launch = () if num_ranks == 1 else ("launch", "--num-processes", str(num_ranks), "--")
+    output = tmp_path / "out"
+    output.mkdir()
+    with folder_lock(output, "evaluation"):
+        refused = program(*launch, "evaluate", checkpoint, "--data", dataset, "--lengths", "16,32", "--output", output)
+    assert refused.returncode == 1, refused.stderr
+    assert refused.stderr.count(f"{output} is in use by another evaluation that is still running") == 1
+    assert [file.name for file in output.iterdir()] == [".lock"]
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(

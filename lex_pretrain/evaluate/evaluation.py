@@ -32,10 +32,11 @@ from lex_pretrain.evaluate.retrieval import measure_retrieval
 from lex_pretrain.evaluate.scoring import DocumentScore, Task, bin_edges, score_all
 from lex_pretrain.files import sha256_of_json
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
+from lex_pretrain.held_folder import held_folder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE, LoadedModel, load_decoder
 from lex_pretrain.model.positions import RopeScaling, make_positions
 from lex_pretrain.model_config import AttentionMode
-from lex_pretrain.ranks import find_ranks, join_process_group, leave_process_group
+from lex_pretrain.ranks import Ranks, find_ranks, join_process_group, leave_process_group
 from lex_pretrain.tokenizer import Tokenizer
 
 # Attention modes of the model itself; all other scoring modes are windows of full attention.
@@ -92,6 +93,22 @@ def evaluate(request: EvaluationRequest, read_texts: ReadTexts) -> Results | Non
     _check_learned_positions(model, lengths, attentions)
     tokenizer = Tokenizer(model.tokenizer_file)
     documents = load_documents(request.data, request.split, tokenizer, lengths[-1], request.max_documents, read_texts)
+    with held_folder(request.output, ranks, "evaluation", "--output"):
+        results = _measure(request, model, lengths, attentions, tokenizer, documents, ranks)
+    leave_process_group()
+    return results
+
+
+def _measure(
+    request: EvaluationRequest,
+    model: LoadedModel,
+    lengths: Sequence[int],
+    attentions: Sequence[ScoringMode],
+    tokenizer: Tokenizer,
+    documents: Sequence[ScoredDocument],
+    ranks: Ranks,
+) -> Results | None:
+    """`evaluate` in an output folder that no other evaluation writes to."""
     unfinished = _unfinished_folder(request.output, model, documents)
     tasks = [
         Task(protocol, attention, length)
@@ -107,12 +124,11 @@ def evaluate(request: EvaluationRequest, read_texts: ReadTexts) -> Results | Non
         tokenizer,
         ranks,
     )
-    results = None
-    if ranks.rank == 0:
-        results = _assemble(request, model, documents, scores, retrieval)
-        results.save(request.output)
-        shutil.rmtree(unfinished)
-    leave_process_group()
+    if ranks.rank != 0:
+        return None
+    results = _assemble(request, model, documents, scores, retrieval)
+    results.save(request.output)
+    shutil.rmtree(unfinished)
     return results
 
 

@@ -31,7 +31,7 @@ from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_jso
 from lex_pretrain.model.decoder import Decoder
 from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
-from lex_pretrain.train.conversion import convert_to_universal
+from lex_pretrain.train.conversion import convert_on_first_rank
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.engine import optimizer_kept
 from lex_pretrain.train.health import SampleRange
@@ -282,8 +282,8 @@ class Checkpoints:
         if self.ranks.rank == 0:
             shutil.rmtree(converted, ignore_errors=True)
             converted.mkdir()
-            convert_to_universal(checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG, state.zero_stage, here)
-        torch.distributed.barrier()
+        source, destination = checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG
+        convert_on_first_rank(source, destination, state.zero_stage, here, self.ranks)
         return LoadPlan(converted, is_universal=True)
 
     def load(self, engine: Any, plan: LoadPlan) -> None:

@@ -1,21 +1,47 @@
 """Checkpoints of another number of processes or another ZeRO stage, by DeepSpeed's universal checkpoint."""
 
+import concurrent.futures
 import importlib.metadata
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lex_pretrain.errors import JobError
+from lex_pretrain.errors import JobError, SharedJobError
+from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.train.snapshot import start_thread
+
+SECONDS_BETWEEN_MEETINGS = 10.0
 
 _STATES = ("fp32", "exp_avg", "exp_avg_sq")
 _PARTITIONED_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 
 logger = logging.getLogger("lex_pretrain")
+
+
+def convert_on_first_rank(source: Path, destination: Path, from_stage: int, to_stage: int, ranks: Ranks) -> None:
+    """`convert_to_universal` on rank 0, while all ranks wait for its end; collective. Its JobError is raised on all.
+
+    They meet every few seconds, as a conversion may take longer than any collective may wait (COLLECTIVE_TIMEOUT).
+    """
+    conversion = None
+    if ranks.rank == 0:
+        conversion = start_thread(partial(convert_to_universal, source, destination, from_stage, to_stage))
+    done = False
+    while not done:
+        if conversion is not None:
+            concurrent.futures.wait([conversion], SECONDS_BETWEEN_MEETINGS)
+        (done,) = gather_lists([conversion.done()] if conversion is not None else [], ranks)
+    error = conversion.exception() if conversion is not None else None
+    if messages := gather_lists([str(error)] if isinstance(error, JobError) else [], ranks):
+        raise SharedJobError(messages[0])
+    if error is not None:
+        raise error
 
 
 def convert_to_universal(source: Path, destination: Path, from_stage: int, to_stage: int) -> None:

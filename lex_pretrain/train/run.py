@@ -15,6 +15,7 @@ from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.errors import SharedJobError, StoppedError
 from lex_pretrain.hardware import check_precision, keep_freed_memory, measure_matmul_flops
+from lex_pretrain.held_folder import held_folder
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.model.parameters import count_parameters
@@ -27,7 +28,6 @@ from lex_pretrain.train.engine import check_operations
 from lex_pretrain.train.finite import state_is_finite
 from lex_pretrain.train.health import next_sample, remember, trouble
 from lex_pretrain.train.resume import check_same_run, find_start
-from lex_pretrain.train.run_folder import held_run_folder
 from lex_pretrain.train.state import TrainState
 from lex_pretrain.train.stop import StopRequest
 from lex_pretrain.train.trainer import StepResult, Trainer, resolve_vocab_size
@@ -56,7 +56,7 @@ def train(
     keep_freed_memory()
     stop = StopRequest()
     ranks = init_distributed()
-    with held_run_folder(Path(config.run.output_dir), ranks):
+    with held_folder(Path(config.run.output_dir), ranks, "training run", "run.output_dir"):
         train_alone(config, ranks, stop, resume, last_step, after_step)
     leave_process_group()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lex_pretrain import held_folder
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.files import folder_lock
 from lex_pretrain.monitor.metrics import read_steps
-from lex_pretrain.train import run_folder
 from lex_pretrain.train.run import train
 from tests.conftest import Program
 
@@ -36,7 +36,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
 def test_a_run_waits_for_one_that_is_ending_and_leaves_the_folder_free(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(held_folder, "PATIENCE_SECONDS", 60.0)
     run = tmp_path / "run"
     run.mkdir()
     config = tiny_config(run={"output_dir": str(run)}, train={"num_steps": 2})
