@@ -50,6 +50,15 @@ def _one_thread_each() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A job that runs in the test's own process leaves its ranks in the environment; no later job may find them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """The command line sets up the log of its process; a test that ran it here must not do so for the next one."""
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
