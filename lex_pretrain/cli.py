@@ -249,8 +249,10 @@ def train(
 
         prove(loaded, prove_resume)
         return
+    from lex_pretrain.hardware import keep_freed_memory
     from lex_pretrain.train.run import train
 
+    keep_freed_memory()
     train(loaded, resume)
 
 

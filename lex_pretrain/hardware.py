@@ -56,13 +56,15 @@ def choose_num_processes() -> tuple[int, str]:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that CPU tensors give up, for the next ones; elsewhere than on glibc, nothing.
+    """Without a GPU, let this process keep the memory that tensors give up for the next ones, until it ends.
 
     By default glibc returns large blocks to the system at once, and each step takes them again page by page: 6 % of a
-    small model's step in a virtual machine whose free pages go back to its host. The parameters are of mallopt(3).
+    small model's step in a virtual machine whose free pages go back to its host. The parameters are of mallopt(3);
+    where the C library has none, nothing is done.
     """
     m_trim_threshold, m_mmap_max = -1, -4
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not torch.cuda.is_available():
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, -1)
 

@@ -279,9 +279,6 @@ class Checkpoints:
                 "does not convert muon's momentum to another number of them (optimizer.name)"
             )
         converted = self.folder / ".universal"
-        if self.ranks.rank == 0:
-            shutil.rmtree(converted, ignore_errors=True)
-            converted.mkdir()
         source, destination = checkpoint / DEEPSPEED_TAG, converted / DEEPSPEED_TAG
         convert_on_first_rank(source, destination, state.zero_stage, here, self.ranks)
         return LoadPlan(converted, is_universal=True)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import importlib.metadata
 import logging
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from lex_pretrain.errors import JobError, SharedJobError
-from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.ranks import Ranks, die_with_parent, gather_lists
 from lex_pretrain.train.snapshot import start_thread
 
 SECONDS_BETWEEN_MEETINGS = 10.0
@@ -25,7 +26,7 @@ logger = logging.getLogger("lex_pretrain")
 
 
 def convert_on_first_rank(source: Path, destination: Path, from_stage: int, to_stage: int, ranks: Ranks) -> None:
-    """`convert_to_universal` on rank 0, while all ranks wait for its end; collective. Its JobError is raised on all.
+    """`convert_to_universal` on rank 0, while all ranks wait; collective. SharedJobError on all when it fails.
 
     They meet every few seconds, as a conversion may take longer than any collective may wait (COLLECTIVE_TIMEOUT).
     """
@@ -38,24 +39,26 @@ def convert_on_first_rank(source: Path, destination: Path, from_stage: int, to_s
             concurrent.futures.wait([conversion], SECONDS_BETWEEN_MEETINGS)
         (done,) = gather_lists([conversion.done()] if conversion is not None else [], ranks)
     error = conversion.exception() if conversion is not None else None
-    if messages := gather_lists([str(error)] if isinstance(error, JobError) else [], ranks):
-        raise SharedJobError(messages[0])
-    if error is not None:
-        raise error
+    message = str(error) if isinstance(error, JobError) else f"{source} could not be converted: {error!r}"
+    if messages := gather_lists([message] if error is not None else [], ranks):
+        raise SharedJobError(messages[0]) from error
 
 
 def convert_to_universal(source: Path, destination: Path, from_stage: int, to_stage: int) -> None:
     """Write DeepSpeed's files in `source` into `destination` in the form that any number of processes loads.
 
-    The stages are 1, 2 or 3; stage 0 has no such form. A process of its own: the converter starts workers, which must
-    not inherit this one's process group. Raises JobError with the converter's last words when it fails.
+    The folder of `destination` is made anew. The stages are 1, 2 or 3; stage 0 has no such form. A process of its own:
+    the converter starts workers, which must not inherit this one's process group. Raises JobError with the converter's
+    last words when it fails.
     """
     logger.info("converting %s for this number of processes and ZeRO stage", source.parent.name)
+    shutil.rmtree(destination.parent, ignore_errors=True)
+    destination.parent.mkdir()
     command = [
         *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
         *("--input_folder", str(source), "--output_folder", str(destination)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=die_with_parent)
     if done.returncode != 0:
         last_words = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise JobError(f"DeepSpeed could not convert {source} to a universal checkpoint:\n{last_words}")

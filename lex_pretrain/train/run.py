@@ -14,7 +14,7 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.loader import Loader, mixture_weights, open_sources
 from lex_pretrain.errors import SharedJobError, StoppedError
-from lex_pretrain.hardware import check_precision, keep_freed_memory, measure_matmul_flops
+from lex_pretrain.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.held_folder import held_folder
 from lex_pretrain.model.flops import training_flops_per_token
 from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
@@ -53,7 +53,6 @@ def train(
     """
     check_precision(config.train.precision)
     check_operations(config)
-    keep_freed_memory()
     stop = StopRequest()
     ranks = init_distributed()
     with held_folder(Path(config.run.output_dir), ranks, "training run", "run.output_dir"):
