@@ -50,12 +50,11 @@ def _one_thread_each() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_before() -> Iterator[None]:
+def _no_ranks_left() -> Iterator[None]:
     """A job that runs in the test's own process leaves its ranks in the environment; no later job may find them."""
-    before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
