@@ -58,9 +58,9 @@ def choose_num_processes() -> tuple[int, str]:
 def keep_freed_memory() -> None:
     """Without a GPU, let this process keep the memory that tensors give up for the next ones, until it ends.
 
-    By default glibc returns large blocks to the system at once, and each step takes them again page by page: 6 % of a
-    small model's step in a virtual machine whose free pages go back to its host. The parameters are of mallopt(3);
-    where the C library has none, nothing is done.
+    By default glibc returns large blocks to the system at once, and each step takes them again page by page. That costs
+    most in a virtual machine whose free pages go back to its host. The parameters are of mallopt(3); where the C
+    library has none, nothing is done.
     """
     m_trim_threshold, m_mmap_max = -1, -4
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

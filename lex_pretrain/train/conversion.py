@@ -47,13 +47,13 @@ def convert_on_first_rank(source: Path, destination: Path, from_stage: int, to_s
 def convert_to_universal(source: Path, destination: Path, from_stage: int, to_stage: int) -> None:
     """Write DeepSpeed's files in `source` into `destination` in the form that any number of processes loads.
 
-    The folder of `destination` is made anew. The stages are 1, 2 or 3; stage 0 has no such form. A process of its own:
-    the converter starts workers, which must not inherit this one's process group. Raises JobError with the converter's
-    last words when it fails.
+    `destination` is made anew. The stages are 1, 2 or 3; stage 0 has no such form. A process of its own: the converter
+    starts workers, which must not inherit this one's process group. Raises JobError with the converter's last words
+    when it fails.
     """
     logger.info("converting %s for this number of processes and ZeRO stage", source.parent.name)
-    shutil.rmtree(destination.parent, ignore_errors=True)
-    destination.parent.mkdir()
+    shutil.rmtree(destination, ignore_errors=True)
+    destination.mkdir(parents=True)
     command = [
         *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
         *("--input_folder", str(source), "--output_folder", str(destination)),

@@ -36,7 +36,7 @@ def run() -> list[str]:
         folder = Path(name)
         data = make_dataset(folder / "data")
         config = _config(folder, data, "bf16")
-        starts = [_start_seconds(config, folder / f"start-{number}") for number in range(3)]
+        starts = [_start_seconds(config, folder / f"start-{number}") for number in range(_ROUNDS)]
         lines = [
             f"train: {NUM_PROCESSES} processes, hidden {config.model.hidden_size}, {config.model.num_layers} layers, "
             f"{config.train.global_batch_size} x {config.model.sequence_length} tokens a step",
