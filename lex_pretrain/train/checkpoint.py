@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
+from lex_pretrain.data.order import ORDER_VERSION
 from lex_pretrain.errors import JobError, RequestError, SharedJobError
 from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
@@ -170,7 +171,7 @@ class Checkpoints:
     def newest_good(self, before_step: int | None = None) -> tuple[Path, TrainState] | None:
         """The newest checkpoint whose files are all as listed; a broken one is passed over with a warning.
 
-        With `before_step`, one to go back to: an earlier one, saved when all was well.
+        With `before_step`, one to go back to: an earlier one, saved when all was well, in the order of this run.
         """
         candidates = sorted(self.folder.glob("step-*"), reverse=True)
         if before_step is not None:
@@ -180,7 +181,7 @@ class Checkpoints:
             faults = self.verify(candidate)
             if not faults:
                 state = self.read_state(candidate)
-                if before_step is None or state.num_bad_steps == 0:
+                if before_step is None or (state.num_bad_steps == 0 and state.order_version == ORDER_VERSION):
                     return candidate, state
                 continue
             any_broken = True

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import differing_keys, load_config
+from lex_pretrain.data.order import ORDER_VERSION
 from lex_pretrain.errors import RequestError
 from lex_pretrain.model.loading import CONFIG_FILE
 from lex_pretrain.train.checkpoint import Checkpoints
@@ -67,9 +68,19 @@ def find_start(checkpoints: Checkpoints, resume: str | None, data_fingerprint: s
         if faults := checkpoints.verify(folder):
             raise RequestError(f"--resume {resume}: {folder} is broken: {'; '.join(faults)}")
         start = (folder, checkpoints.read_state(folder))
-    if start is not None and start[1].data_fingerprint != data_fingerprint:
+    if start is None:
+        return None
+    checkpoint, state = start
+    if state.order_version != ORDER_VERSION:
         raise RequestError(
-            f"{start[0]} was trained on other data (fingerprint {start[1].data_fingerprint[:12]} there, "
+            f"{checkpoint}: its samples were dealt in order version {state.order_version}, and this program deals "
+            f"version {ORDER_VERSION}; going on would repeat some windows and miss others. Go on with the lex-pretrain "
+            "that began the run, or start anew in another run.output_dir; its weights can be evaluated and exported "
+            "all the same"
+        )
+    if state.data_fingerprint != data_fingerprint:
+        raise RequestError(
+            f"{checkpoint} was trained on other data (fingerprint {state.data_fingerprint[:12]} there, "
             f"{data_fingerprint[:12]} here); point data at the dataset it was made from"
         )
     return start
