@@ -7,7 +7,8 @@ import numpy as np
 from data_prep.job import JOB_FILE
 from data_prep.options import PrepareOptions
 from data_prep.packing import shard_stem
-from data_prep.readers import Document, SegmentReader
+from data_prep.readers import SegmentReader
+from data_prep.records import Document
 from data_prep.sources import stamp
 from data_prep.units import Unit, make_units
 from lex_pretrain.data.manifest import SPLITS, Manifest, Split

@@ -16,7 +16,7 @@ _SCHEME: Literal["affine32"] = "affine32"
 
 
 def signature(text: str) -> NDArray[np.uint32]:
-    """MinHash [SIGNATURE_SIZE] of the document's runs of words; a text of fewer words is one run."""
+    """MinHash [SIGNATURE_SIZE] of the document's runs of words, of a shorter text as a whole, or of what is no word."""
     from datasketch import MinHash
 
     runs = hash_runs(text, _WORDS_IN_A_RUN) >> np.uint64(32)

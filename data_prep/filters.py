@@ -7,7 +7,7 @@ import numpy as np
 
 from data_prep.encoding import has_unbroken_run
 from data_prep.options import PrepareOptions
-from data_prep.readers import TOO_LONG, Document
+from data_prep.records import TOO_LONG, Document
 from data_prep.word_runs import shares_a_run
 
 EMPTY = "empty"

@@ -1,13 +1,19 @@
 """`prepare.json`: what a folder was begun from, so that it is only ever finished from the same, and how it went."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from data_prep.options import PrepareOptions
+from data_prep.rejections import REJECTED_FILE
 from data_prep.sources import list_sources, stamp
 from lex_pretrain import __version__
+from lex_pretrain.data.manifest import MANIFEST_FILE
+from lex_pretrain.data.origins import UNITS_FOLDER
+from lex_pretrain.data.shards import TOKENIZER_FILE
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import read_json, sha256_of_file, write_json
+from lex_pretrain.progress import logger
 from lex_pretrain.tokenizer import Tokenizer
 
 JOB_FILE = "prepare.json"
@@ -23,8 +29,13 @@ def describe_job(sources: list[str], options: PrepareOptions) -> dict[str, Any]:
         "options": options.identity(),
         "tokenizer_sha256": sha256_of_file(Tokenizer(options.tokenizer).model_file) if options.tokenizer else None,
         "sources": [stamp(source) for source in sources],
-        "evaluation_files": [stamp(source) for source in list_sources(list(options.decontaminate))],
+        "evaluation_files": [stamp(source) for source in evaluation_sources(options)],
     }
+
+
+def evaluation_sources(options: PrepareOptions) -> list[str]:
+    """The files that no document may quote from."""
+    return list_sources(list(options.decontaminate)).paths if options.decontaminate else []
 
 
 def check_same_job(output: Path, job: dict[str, Any]) -> None:
@@ -36,16 +47,47 @@ def check_same_job(output: Path, job: dict[str, Any]) -> None:
             raise RequestError(
                 f"{output} holds something else ({', '.join(sorted(others)[:3])}); choose another --output"
             )
-        write_json(file, {"job": job})
+        save_job(output, job)
         return
     old = read_json(file).get("job")
     if old is None:
         raise RequestError(f"{file} is not of a preparation; choose another --output")
     faults = _differences(old, job)
-    if faults:
+    if faults and not _holds_work(output):
+        _clear(output)
+        save_job(output, job)
+        logger.info("%s was begun otherwise and holds nothing yet, so it is begun anew", output)
+    elif faults:
         listed = "\n".join(f"  {fault}" for fault in sorted(faults)[:10])
         more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise RequestError(f"{output} was begun from something else:\n{listed}{more}\nchoose another --output")
+
+
+def save_job(output: Path, job: dict[str, Any], **more: Any) -> None:
+    write_json(output / JOB_FILE, {"job": job, **more})
+
+
+def decided_fractions(output: Path) -> dict[str, float]:
+    """The fractions of the splits that an attempt before this one found to leave none of them empty."""
+    fractions: dict[str, float] = read_json(output / JOB_FILE).get("fractions", {})
+    return fractions
+
+
+def _holds_work(output: Path) -> bool:
+    """Whether something would be lost: a dataset, or a unit in which a document was packed."""
+    if (output / MANIFEST_FILE).is_file():
+        return True
+    records = (output / UNITS_FOLDER).glob("unit-?????.json")
+    return any(read_json(record)["account"]["packed"]["documents"] for record in records)
+
+
+def _clear(output: Path) -> None:
+    """Remove what an attempt left that ended before any document was packed."""
+    shutil.rmtree(output / UNITS_FOLDER, ignore_errors=True)
+    for name in (TOKENIZER_FILE, REJECTED_FILE):
+        (output / name).unlink(missing_ok=True)
+    for shard in output.rglob("shard-*.npy"):
+        shard.unlink()
 
 
 def _differences(old: dict[str, Any], job: dict[str, Any]) -> list[str]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from data_prep.train_tokenizer import DEFAULT_CHARACTER_COVERAGE
+
 MEBIBYTE = 2**20
 
 
@@ -17,9 +19,15 @@ class PrepareOptions(BaseModel):
     vocab_size: int = Field(default=32_000, description="pieces of the tokenizer to train")
     tokenizer: Path | None = Field(default=None, description="SentencePiece model to use instead of training one")
     tokenizer_sample_bytes: int = Field(default=64 * MEBIBYTE, ge=1, description="text the tokenizer is trained on")
+    character_coverage: float = Field(
+        default=DEFAULT_CHARACTER_COVERAGE,
+        ge=0.98,
+        le=1,
+        description="share of the sample's characters that become pieces",
+    )
     allow_lossy_tokenizer: bool = Field(default=False, description="go on with a tokenizer that loses text")
     text_key: str = Field(default="text", description="key of the text in JSON lines and tables; dots reach inside")
-    separator: str | None = Field(default=None, description="line that separates the documents of a .txt file")
+    separator: str | None = Field(default=None, description="line that separates the documents of a text file")
     min_document_bytes: int = Field(default=0, ge=0, description="shorter documents are rejected")
     max_document_bytes: int = Field(default=256 * MEBIBYTE, ge=1, description="longer documents are rejected")
     reject_pattern: str | None = Field(default=None, description="documents that this regular expression finds go")
@@ -56,5 +64,5 @@ class PrepareOptions(BaseModel):
         a tokenizer is known by its content, not by where it lies."""
         excluded = {"max_rejected", "skip_bad_files", "allow_lossy_tokenizer", "tokenizer"}
         if self.tokenizer is not None:
-            excluded |= {"vocab_size", "tokenizer_sample_bytes", "seed"}
+            excluded |= {"vocab_size", "tokenizer_sample_bytes", "character_coverage", "seed"}
         return self.model_dump(mode="json", exclude=excluded)

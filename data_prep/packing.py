@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,20 +12,20 @@ from data_prep.documents import DocumentTableBuilder
 from data_prep.duplicates import SIGNATURE_SIZE, signature
 from data_prep.encoding import Encoder
 from data_prep.filters import Filters
+from data_prep.losses import LossCheck, LossyTokenizerError
 from data_prep.options import PrepareOptions
-from data_prep.readers import Document, Item, Rejection, SegmentReader
+from data_prep.readers import SegmentReader, read_segment
+from data_prep.records import Document
 from data_prep.running import RunningUnit
-from data_prep.sources import stamp
+from data_prep.splits import split_of
 from data_prep.unit_files import UnitRecord, contamination_file, json_lines, rejected_file
-from data_prep.units import Segment, Unit
+from data_prep.units import Unit
 from lex_pretrain.data.manifest import SPLITS, Account, ShardRecord, Split, Tally
 from lex_pretrain.data.origins import table_file
 from lex_pretrain.data.shards import TOKENIZER_FILE, Tokens, write_shard
-from lex_pretrain.errors import RequestError
 from lex_pretrain.files import atomic_write
 from lex_pretrain.tokenizer import Tokenizer
 
-UNREADABLE = "unreadable file"
 # Characters that are tokenized in one call: enough to keep SentencePiece busy, few enough to bound memory.
 _BATCH_CHARACTERS = 1_000_000
 
@@ -65,6 +64,7 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
     filters = Filters(options, contamination_file(output))
     encoder = _encoder(output / TOKENIZER_FILE, job.word_cache, job.key)
     packers = {split: _Packer(encoder) for split in SPLITS}
+    losses = None if options.allow_lossy_tokenizer else _loss_check(output / TOKENIZER_FILE, job.key)
     near = options.near_duplicate_similarity is not None
     table = DocumentTableBuilder(SIGNATURE_SIZE if near else 0)
     tallies, num_records = _Tallies(), []
@@ -72,7 +72,7 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
     with atomic_write(rejected_file(output, unit.number)) as rejections:
         for index, segment in enumerate(unit.segments):
             reader = SegmentReader(segment, options)
-            for item in _items(reader, segment, options.skip_bad_files):
+            for item in read_segment(reader, options.skip_bad_files):
                 if isinstance(item, Document):
                     num_bytes, detail, reason = len(item.data), "", filters.reason(item)
                 else:
@@ -80,6 +80,8 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
                 tallies.add(reason, num_bytes)
                 running.report(lambda: tallies.account(sum(packer.num_tokens for packer in packers.values())))
                 if isinstance(item, Document) and reason is None:
+                    if losses is not None and item.ids is None and (loss := losses.loss(item.text)) is not None:
+                        raise LossyTokenizerError(f"a document of {segment.source} changes ({loss})", losses.ways)
                     digest = hashlib.blake2b(item.data, digest_size=16).digest()
                     split = split_of(digest, options)
                     packers[split].add(item)
@@ -99,33 +101,6 @@ def pack_unit(unit: Unit, job: PackJob) -> UnitRecord:
     return record
 
 
-def _items(reader: SegmentReader, segment: Segment, skip_bad_files: bool) -> Iterator[Item]:
-    """The segment's records; where reading fails, what came before stays, and the rest is one rejection if allowed."""
-    before = None
-    number = 0
-    try:
-        before = stamp(segment.source)
-        for item in reader:
-            number = item.record
-            yield item
-    except RequestError as error:
-        if not skip_bad_files:
-            raise RequestError(
-                f"{error}; mend or leave out the file, or go on without it by --skip-bad-files"
-            ) from None
-        yield Rejection(UNREADABLE, number + 1, 0, str(error))
-    if before is not None and stamp(segment.source) != before:
-        raise RequestError(f"{segment.source} changed while it was read; run again when it is complete")
-
-
-def split_of(digest: bytes, options: PrepareOptions) -> Split:
-    """The side a document falls on: by its content alone, so that it never changes when files come or move."""
-    place = int.from_bytes(digest[:8], "little") / 2**64
-    if place < options.test_fraction:
-        return "test"
-    return "validation" if place < options.test_fraction + options.validation_fraction else "train"
-
-
 def shard_stem(number: int, split: Split) -> str:
     return f"shard-{number:05d}" if split == "train" else f"{split}/shard-{number:05d}"
 
@@ -134,6 +109,11 @@ def shard_stem(number: int, split: Split) -> str:
 def _encoder(tokenizer_file: Path, word_cache: bool, key: str) -> Encoder:
     """One encoder for all units that a process works on, so that its words stay known; `key` tells runs apart."""
     return Encoder(Tokenizer(tokenizer_file), word_cache)
+
+
+@functools.lru_cache(maxsize=1)
+def _loss_check(tokenizer_file: Path, key: str) -> LossCheck:
+    return LossCheck(Tokenizer(tokenizer_file))
 
 
 class _Packer:

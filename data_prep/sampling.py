@@ -3,12 +3,17 @@
 import hashlib
 import heapq
 import shutil
+from collections import Counter
 from concurrent.futures import Executor
 from pathlib import Path
 
+from data_prep.filters import Filters
+from data_prep.losses import LossCheck, LossyTokenizerError
 from data_prep.options import PrepareOptions
-from data_prep.readers import Document, SegmentReader
+from data_prep.readers import SegmentReader, read_segment
+from data_prep.records import Document
 from data_prep.train_tokenizer import train_tokenizer
+from data_prep.unit_files import contamination_file
 from data_prep.units import Unit
 from lex_pretrain.data.shards import TOKENIZER_FILE
 from lex_pretrain.errors import RequestError
@@ -16,10 +21,10 @@ from lex_pretrain.files import atomic_write
 from lex_pretrain.progress import logger, progress
 from lex_pretrain.tokenizer import Tokenizer
 
-# Units read for the round-trip check, and documents of each.
-_CHECKED_UNITS = 8
-_CHECKED_DOCUMENTS = 25
-_CHECKED_CHARACTERS = 10_000
+# Units and documents of each that are compared with what their ids stand for, before any is packed.
+_CHECKED_UNITS = 64
+_CHECKED_DOCUMENTS = 32
+_CHECKED_CHARACTERS = 1_000_000
 # Each unit gives so many times its share of the sample, for documents are spread unevenly.
 _MARGIN = 2
 
@@ -37,23 +42,30 @@ def provide_tokenizer(units: list[Unit], output: Path, options: PrepareOptions, 
             with atomic_write(file) as copy, options.tokenizer.open("rb") as given:
                 shutil.copyfileobj(given, copy)
         else:
-            model = train_tokenizer(_sample(units, options, pool), options.vocab_size)
+            texts = _sample_texts(units, output, options, pool)
+            model = train_tokenizer(texts, options.vocab_size, options.character_coverage)
             with atomic_write(file) as opened:
                 opened.write(model)
     tokenizer = Tokenizer(file)
-    _check_round_trip(tokenizer, units, options)
+    _check_losses(tokenizer, units, options)
     return tokenizer
 
 
-def _sample(units: list[Unit], options: PrepareOptions, pool: Executor) -> list[str]:
+def _sample_texts(units: list[Unit], output: Path, options: PrepareOptions, pool: Executor) -> list[str]:
     """Documents with the smallest seeded hashes of their content, up to `tokenizer_sample_bytes` in all."""
     total_bytes = sum(unit.num_bytes for unit in units)
     share = min(1.0, _MARGIN * options.tokenizer_sample_bytes / total_bytes) if total_bytes else 1.0
-    merged = _read_sample(units, options, pool, share, total_bytes)
+    merged, reasons = _read_sample(units, output, options, pool, share, total_bytes)
     if share < 1 and sum(len(text.encode()) for _, text in merged) < options.tokenizer_sample_bytes:
         # A few very long documents, of which too few fell into the share.
-        merged = _read_sample(units, options, pool, 1.0, total_bytes)
+        merged, reasons = _read_sample(units, output, options, pool, 1.0, total_bytes)
     texts = [text for _, text in merged]
+    if not texts:
+        why = f"most because: {reasons.most_common(1)[0][0]}" if reasons else "the files hold no record"
+        raise RequestError(
+            f"no document is left to train a tokenizer on: {reasons.total():,} records are rejected, {why}. "
+            "Correct the inputs, --text-key or the filters"
+        )
     logger.info(
         "training a tokenizer of %s pieces on %s documents, %.1f MB, uniform over all inputs",
         f"{options.vocab_size:,}",
@@ -63,39 +75,52 @@ def _sample(units: list[Unit], options: PrepareOptions, pool: Executor) -> list[
     return texts
 
 
-def _read_sample(units: list[Unit], options: PrepareOptions, pool: Executor, share: float, total_bytes: int) -> Sample:
-    futures = [pool.submit(sample_unit, unit, options, share) for unit in units]
+def _read_sample(
+    units: list[Unit], output: Path, options: PrepareOptions, pool: Executor, share: float, total_bytes: int
+) -> tuple[Sample, Counter[str]]:
+    futures = [pool.submit(sample_unit, unit, output, options, share) for unit in units]
     merged: Sample = []
-    with progress("reading the tokenizer's sample", max(total_bytes, 1), "bytes") as reporter:
-        for unit, future in zip(units, futures, strict=True):
-            merged = _smallest(merged + future.result(), options.tokenizer_sample_bytes)
-            reporter.advance(unit.num_bytes)
-    return merged
+    reasons: Counter[str] = Counter()
+    try:
+        with progress("reading the tokenizer's sample", max(total_bytes, 1), "bytes") as reporter:
+            for unit, future in zip(units, futures, strict=True):
+                sample, rejected = future.result()
+                merged = _smallest(merged + sample, options.tokenizer_sample_bytes)
+                reasons += rejected
+                reporter.advance(unit.num_bytes)
+    finally:
+        for future in futures:
+            future.cancel()
+    return merged, reasons
 
 
-def sample_unit(unit: Unit, options: PrepareOptions, share: float) -> Sample:
-    """The unit's documents whose seeded hash lies in the lowest `share` of its range, at most the whole sample."""
+def sample_unit(unit: Unit, output: Path, options: PrepareOptions, share: float) -> tuple[Sample, Counter[str]]:
+    """The unit's documents whose seeded hash lies in the lowest `share` of its range, at most the whole sample; and how
+    many of its records would not be packed, by reason.
+
+    Raises RequestError where a file cannot be read and is not to be skipped.
+    """
     key = f"sample {options.seed}".encode()
     limit = int(share * 2**64)
     heap: list[tuple[int, bytes, str]] = []
     num_bytes = 0
+    filters = Filters(options, contamination_file(output))
+    reasons: Counter[str] = Counter()
     for segment in unit.segments:
-        try:
-            for item in SegmentReader(segment, options):
-                if not isinstance(item, Document) or not item.text.strip():
-                    continue
-                digest = hashlib.blake2b(item.data, digest_size=8, key=key).digest()
-                place = int.from_bytes(digest, "big")
-                if place >= limit:
-                    continue
-                heapq.heappush(heap, (-place, digest, item.text))
-                num_bytes += len(item.data)
-                while num_bytes - len(heap[0][2].encode()) >= options.tokenizer_sample_bytes:
-                    num_bytes -= len(heapq.heappop(heap)[2].encode())
-        except RequestError:
-            # Packing meets the same fault, where it is counted or stops the run; the sample does without.
-            continue
-    return [(digest, text) for _, digest, text in heap]
+        for item in read_segment(SegmentReader(segment, options), options.skip_bad_files):
+            reason = filters.reason(item) if isinstance(item, Document) else item.reason
+            if reason is not None or not isinstance(item, Document):
+                reasons[reason or ""] += 1
+                continue
+            digest = hashlib.blake2b(item.data, digest_size=8, key=key).digest()
+            place = int.from_bytes(digest, "big")
+            if place >= limit:
+                continue
+            heapq.heappush(heap, (-place, digest, item.text))
+            num_bytes += len(item.data)
+            while num_bytes - len(heap[0][2].encode()) >= options.tokenizer_sample_bytes:
+                num_bytes -= len(heapq.heappop(heap)[2].encode())
+    return [(digest, text) for _, digest, text in heap], reasons
 
 
 def _smallest(sample: Sample, limit_bytes: int) -> Sample:
@@ -109,39 +134,37 @@ def _smallest(sample: Sample, limit_bytes: int) -> Sample:
     return kept
 
 
-def _check_round_trip(tokenizer: Tokenizer, units: list[Unit], options: PrepareOptions) -> None:
-    """Encode and decode documents from all over the inputs, and say what came back otherwise."""
-    num_documents = num_changed = 0
-    example = ""
-    for unit in units[:: max(1, len(units) // _CHECKED_UNITS)][:_CHECKED_UNITS]:
-        for text in _heads(unit, options):
-            num_documents += 1
-            decoded = tokenizer.decode(tokenizer.encode(text))
-            if decoded != text:
-                num_changed += 1
-                place = next(
-                    i for i, pair in enumerate(zip(text + "\0", decoded + "\1", strict=False)) if len(set(pair)) > 1
-                )
-                example = f"{text[place : place + 20]!r} comes back as {decoded[place : place + 20]!r}"
-    if not num_changed:
-        logger.info("the tokenizer gave %d of %d sample documents back unchanged", num_documents, num_documents)
+def _check_losses(tokenizer: Tokenizer, units: list[Unit], options: PrepareOptions) -> None:
+    """Say whether the tokenizer gives texts back; before all work, so that one that loses text shows at once.
+
+    Its settings alone prove that it loses nothing; where they do not, documents from all over the inputs show more, and
+    every document that is packed is compared.
+    """
+    check = LossCheck(tokenizer)
+    if not check.ways:
+        logger.info("the tokenizer loses nothing: no normalisation, spaces kept, unknown characters written in bytes")
         return
-    loss = f"the tokenizer loses text: {num_changed} of {num_documents} sample documents change ({example})"
-    if not options.allow_lossy_tokenizer:
-        raise RequestError(f"{loss}; give another --tokenizer, or accept the loss by --allow-lossy-tokenizer")
-    logger.warning(loss)
+    texts = [text for unit in units[:: max(1, len(units) // _CHECKED_UNITS)] for text in _beginning(unit, options)]
+    losses = [loss for loss in map(check.loss, texts) if loss is not None]
+    what = f"{len(losses)} of {len(texts)} sample documents change"
+    if losses and not options.allow_lossy_tokenizer:
+        raise LossyTokenizerError(f"{what} ({losses[0]})", check.ways)
+    logger.warning(
+        "the tokenizer can lose text (%s): %s%s; %s",
+        ", ".join(check.ways),
+        what,
+        f" ({losses[0]})" if losses else "",
+        "that is allowed" if options.allow_lossy_tokenizer else "every document is compared while it is packed",
+    )
 
 
-def _heads(unit: Unit, options: PrepareOptions) -> list[str]:
-    """The beginnings of some documents of a unit."""
-    heads: list[str] = []
+def _beginning(unit: Unit, options: PrepareOptions) -> list[str]:
+    """Some documents of a unit, whole but for very long ones."""
+    texts: list[str] = []
     for segment in unit.segments:
-        try:
-            for item in SegmentReader(segment, options):
-                if isinstance(item, Document):
-                    heads.append(item.text[:_CHECKED_CHARACTERS])
-                if len(heads) >= _CHECKED_DOCUMENTS:
-                    return heads
-        except RequestError:
-            continue
-    return heads
+        for item in read_segment(SegmentReader(segment, options), options.skip_bad_files):
+            if isinstance(item, Document):
+                texts.append(item.text[:_CHECKED_CHARACTERS])
+            if len(texts) >= _CHECKED_DOCUMENTS:
+                return texts
+    return texts

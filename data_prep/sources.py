@@ -1,66 +1,198 @@
-"""What is meant by the inputs: each file and each `hf://` dataset once, in order, and whether it has changed since."""
+"""What is meant by the inputs: each file and each `hf://` dataset once, in order, and what is left out, with why.
 
+Names stay strings here, for a folder may hold a hundred thousand of them and pathlib takes several microseconds each.
+"""
+
+import errno
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from data_prep.formats import READABLE, Format, format_of
+from lex_pretrain.data.manifest import MANIFEST_FILE, Skipped
+from lex_pretrain.data.origins import UNITS_FOLDER
+from lex_pretrain.data.shards import TOKENIZER_FILE
 from lex_pretrain.errors import RequestError
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 REMOTE_PREFIX = "hf://"
-# Formats that are surely not text; met in a folder they are left alone, named outright they are refused.
-_BINARY_SUFFIXES = frozenset(
-    f".{name}"
-    for names in (
-        ("npy", "npz", "model", "bin", "idx", "safetensors", "pt", "pyc"),
-        ("so", "a", "o", "png", "jpg", "gif", "pdf"),
-        ("zip", "gz", "zst", "xz", "bz2", "tar"),
-    )
-    for name in names
-)
+OnUnknown = Literal["error", "skip"]
+
+_HIDDEN = "hidden"
+_BACKUP = "an editor's backup"
+_DATASET = "a prepared dataset"
+_UNKNOWN = "unknown format"
+_BROKEN_LINK = "a link that leads nowhere"
+_NO_FILE = "no regular file"
+# Left out without being asked, for nobody means them by a folder or a pattern; all others are for the user to decide.
+_LEFT_OUT_UNASKED = frozenset({_HIDDEN, _BACKUP, _DATASET})
+_SHOWN_PATHS = 5
 
 
-def list_sources(inputs: list[str]) -> list[str]:
-    """Files and datasets meant by `inputs`, each once, sorted; folders are searched through.
+@dataclass(frozen=True)
+class Sources:
+    """Absolute names of files, links in them left as they are, and `hf://` names, sorted; and what is not read."""
 
-    Raises RequestError for an input that does not exist, matches nothing, or holds no file.
+    paths: list[str]
+    skipped: list[Skipped]
+
+
+def list_sources(inputs: list[str], on_unknown: OnUnknown = "error", output: Path | None = None) -> Sources:
+    """Files and datasets meant by `inputs`, each once by the file that it leads to; folders are searched through.
+
+    A folder that was prepared, `output` among them, is no input. Raises RequestError for an input that does not exist,
+    matches nothing or holds no file to read, and with `on_unknown` "error" where a name does not say what a file is.
     """
-    sources: set[str] = set()
+    search = _Search(os.path.realpath(output) if output is not None else None)
     for given in inputs:
+        search.add(given)
+    # A blob of a download cache may lie beside the links that name it properly; it is read by those.
+    read = {real for real, _ in search.found}
+    skipped = [entry for real, entry in search.skipped.items() if real not in read]
+    unknown = [entry for entry in skipped if entry.reason not in _LEFT_OUT_UNASKED]
+    if unknown and on_unknown == "error":
+        raise RequestError(
+            f"{_listed(unknown)}: not a format that can be read, by the name; names end in {READABLE}. "
+            "Rename or link such files, leave them out of the inputs, or go on without them by --on-unknown skip"
+        )
+    if not search.found:
+        raise RequestError(f"{' '.join(inputs)} holds no text file to read; left out: {_listed(skipped)}")
+    return Sources(sorted(search.found.values()), sorted(skipped, key=lambda entry: entry.path))
+
+
+def _listed(skipped: list[Skipped]) -> str:
+    shown = ", ".join(f"{entry.path} ({entry.reason})" for entry in skipped[:_SHOWN_PATHS])
+    return shown + (f" and {len(skipped) - _SHOWN_PATHS:,} more" if len(skipped) > _SHOWN_PATHS else "")
+
+
+@dataclass
+class _Search:
+    """Files by where they really are and what their names say, so that none is met twice, whatever links lead to it."""
+
+    output: str | None
+    found: dict[tuple[str, Format | None], str] = field(default_factory=dict)
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+    _folders: set[str] = field(default_factory=set)
+    _num_met: int = 0
+
+    def add(self, given: str) -> None:
+        """All that is meant by one input; RequestError where that is nothing."""
         if given.startswith(REMOTE_PREFIX):
-            sources.add(given)
-        else:
-            sources.update(str(file.resolve()) for file in _files(given))
-    return sorted(sources)
-
-
-def _files(given: str) -> list[Path]:
-    path = Path(given)
-    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
-        # A Megatron dataset is both files, and its index stands for them.
-        path = path.with_suffix(".idx")
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if file.is_file() and _is_text(file, path)]
-        if not found:
+            self.found[given, None] = given
+            return
+        path = os.path.abspath(given)
+        matches = [path] if os.path.lexists(path) else list(_matches(given))
+        if not matches:
+            raise RequestError(f"{given} does not exist and matches no file")
+        before = self._num_met
+        for match in matches:
+            real = os.path.realpath(match)
+            self._add(match, real, os.path.isdir(real))
+        if self._num_met == before:
             raise RequestError(f"folder {given} holds no text file to read")
-        return found
-    if path.exists():
-        if path.suffix != ".idx" and not _is_text(path, path.parent):
-            raise RequestError(
-                f"{given} is not a format that can be read: give text, .jsonl[.gz|.zst], .parquet, .csv or .idx"
-            )
-        return [path]
-    root = Path(path.anchor or ".")
-    found = [match for match in root.glob(str(path.relative_to(path.anchor))) if match.is_file()]
-    if not found:
-        raise RequestError(f"{given} does not exist and matches no file")
-    return found
+
+    def _add(self, path: str, real: str, is_folder: bool) -> None:
+        if not is_folder:
+            self._add_file(path, real)
+        elif real == self.output:
+            self._num_met += 1
+        elif self._is_dataset(real):
+            self._skip(path, real, _DATASET)
+        else:
+            self._add_folder(path, real)
+
+    def _add_folder(self, path: str, real: str) -> None:
+        """Every file below, through links too; a folder that was searched before, as in a loop of links, is not."""
+        if real in self._folders:
+            self._num_met += 1
+            return
+        self._folders.add(real)
+        for entry in _entries(path):
+            is_link = entry.is_symlink()
+            real_entry = os.path.realpath(entry.path) if is_link else os.path.join(real, entry.name)
+            if entry.name.startswith("."):
+                self._skip(entry.path, real_entry, _HIDDEN)
+            else:
+                self._add(entry.path, real_entry, os.path.isdir(real_entry) if is_link else entry.is_dir())
+
+    def _add_file(self, path: str, real: str) -> None:
+        if path.lower().endswith(".bin") and os.path.isfile(index := path[: -len(".bin")] + ".idx"):
+            # A Megatron dataset is both files, and its index stands for them.
+            path, real = index, os.path.realpath(index)
+        name = os.path.basename(path)
+        if name.endswith("~") or (name.startswith("#") and name.endswith("#")):
+            self._skip(path, real, _BACKUP)
+            return
+        try:
+            is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+                raise RequestError(f"{path} cannot be read: {error}") from error
+            self._skip(path, real, _BROKEN_LINK)
+            return
+        form = format_of(path)
+        if not is_regular or form is None:
+            self._skip(path, real, _UNKNOWN if is_regular else _NO_FILE)
+            return
+        self._num_met += 1
+        # Of several names the shortest, so that neither the order of the inputs nor a way around decides.
+        self.found[real, form] = min(path, self.found.get((real, form), path), key=lambda name: (len(name), name))
+
+    def _skip(self, path: str, real: str, reason: str) -> None:
+        self._num_met += 1
+        self.skipped.setdefault(real, Skipped(path=path, reason=reason))
+
+    def _is_dataset(self, real: str) -> bool:
+        """Whether a preparation wrote the folder, or began to."""
+        return os.path.isdir(os.path.join(real, UNITS_FOLDER)) or all(
+            os.path.isfile(os.path.join(real, name)) for name in (MANIFEST_FILE, TOKENIZER_FILE)
+        )
 
 
-def _is_text(file: Path, root: Path) -> bool:
-    """Hidden files and known binary formats are no documents."""
-    if any(part.startswith(".") for part in file.relative_to(root).parts):
-        return False
-    return file.name.endswith(JSONL_SUFFIXES) or file.suffix not in _BINARY_SUFFIXES
+def _entries(folder: str) -> list["os.DirEntry[str]"]:
+    """What a folder holds, by name: what lies in it itself, then what links lead to."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))
+    except OSError as error:
+        raise RequestError(f"folder {folder} cannot be read: {error}") from error
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Absolute paths that a shell's pattern matches, `**` any folders; hidden ones only where it names the dot."""
+    path = Path(pattern)
+    start, parts = (path.anchor, path.parts[1:]) if path.anchor else (str(Path.cwd()), path.parts)
+    return map(os.path.abspath, _match_parts(start, parts, set()))
+
+
+def _match_parts(folder: str, parts: tuple[str, ...], searched: set[tuple[int, str]]) -> Iterator[str]:
+    """Paths below `folder` that match; `searched` keeps `**` from going round in a loop of links."""
+    if not parts:
+        yield folder
+        return
+    part, rest = parts[0], parts[1:]
+    if not set(part) & set("*?["):
+        path = os.path.join(folder, part)
+        if os.path.lexists(path) and (not rest or os.path.isdir(path)):
+            yield from _match_parts(path, rest, searched)
+        return
+    if part == "**":
+        place = len(parts), os.path.realpath(folder)
+        if place in searched:
+            return
+        searched.add(place)
+        yield from _match_parts(folder, rest or ("*",), searched)
+    for entry in _entries(folder):
+        if entry.name.startswith(".") and not part.startswith("."):
+            continue
+        if part == "**":
+            if os.path.isdir(entry.path):
+                yield from _match_parts(entry.path, parts, searched)
+        elif fnmatch.fnmatchcase(entry.name, part) and (not rest or os.path.isdir(entry.path)):
+            yield from _match_parts(entry.path, rest, searched)
 
 
 def name_and_split(source: str) -> tuple[str, str]:
@@ -70,22 +202,39 @@ def name_and_split(source: str) -> tuple[str, str]:
     return (before, after) if at and not Path(name).is_dir() else (name, "train")
 
 
-def stamp(source: str) -> dict[str, Any]:
-    """What tells whether a source has changed since. A remote dataset is trusted to stay as it is."""
-    if source.endswith(".idx"):
-        files = [Path(source), Path(source).with_suffix(".bin")]
-    elif not source.startswith(REMOTE_PREFIX):
-        files = [Path(source)]
-    elif (folder := Path(name_and_split(source)[0])).is_dir():
-        files = [file for file in folder.rglob("*") if file.is_file()]
-    else:
-        return {"path": source}
+class FileState(NamedTuple):
+    """What changes when a file is written to, cut short, or replaced."""
+
+    num_bytes: int
+    modified_nanoseconds: int
+    inode: int
+
+
+def states_of(source: str) -> tuple[FileState, ...]:
+    """The state of each file of a source, none of a remote dataset, which is trusted to stay as it is.
+
+    Raises RequestError when one is gone.
+    """
+    files = [source]
+    if source.startswith(REMOTE_PREFIX):
+        folder = Path(name_and_split(source)[0])
+        files = sorted(str(file) for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    elif source.lower().endswith(".idx"):
+        files = [source, source[: -len(".idx")] + ".bin"]
     try:
-        states = [file.stat() for file in files]
+        found = [os.stat(file) for file in files]
     except OSError as error:
         raise RequestError(f"{source} cannot be read: {error}") from error
+    return tuple(FileState(state.st_size, state.st_mtime_ns, state.st_ino) for state in found)
+
+
+def stamp(source: str) -> dict[str, Any]:
+    """What tells whether a source has changed since a preparation was begun, perhaps on another host."""
+    states = states_of(source)
+    if source.startswith(REMOTE_PREFIX) and not Path(name_and_split(source)[0]).is_dir():
+        return {"path": source}
     return {
         "path": source,
-        "num_bytes": sum(state.st_size for state in states),
-        "modified_nanoseconds": max((state.st_mtime_ns for state in states), default=0),
+        "num_bytes": sum(state.num_bytes for state in states),
+        "modified_nanoseconds": max((state.modified_nanoseconds for state in states), default=0),
     }

@@ -1,5 +1,7 @@
 """What people read of a preparation: its account in one line while it runs, and as a table at its end."""
 
+from collections import Counter
+
 from rich.table import Table
 
 from lex_pretrain.data.manifest import SPLITS, Account, Manifest, Tally
@@ -36,6 +38,8 @@ def summary_table(manifest: Manifest, seconds: float) -> Table:
             tokens=sum(shard.num_tokens for shard in shards),
         )
         _add(table, f"  {split}", tally)
+    for reason, count in Counter(entry.reason for entry in manifest.skipped).items():
+        table.add_row(f"not read: {reason}", f"{count:,}", "", "")
     return table
 
 

@@ -2,20 +2,24 @@
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lex_pretrain.errors import RequestError
 
-# Longer pieces of a document are cut at a line's end for training; SentencePiece skips sentences beyond its limit.
-_MAX_SENTENCE_BYTES = 65_536
+# SentencePiece skips sentences beyond a limit in bytes, so longer lines are cut; a character takes up to four bytes.
+_MAX_SENTENCE_CHARACTERS = 16_384
+_MAX_SENTENCE_BYTES = 4 * _MAX_SENTENCE_CHARACTERS
+DEFAULT_CHARACTER_COVERAGE = 0.9999
 # Byte pieces, the unknown piece and the end of document.
 _NUM_RESERVED_PIECES = 258
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, character_coverage: float = DEFAULT_CHARACTER_COVERAGE
+) -> bytes:
     """A byte-pair model of `vocab_size` pieces as the bytes of its file, from sample documents.
 
-    Raises RequestError, naming the largest size that works, when the sample is too small for the vocabulary.
+    Raises RequestError, naming a size that works, when the sample is too small or has too many characters for it.
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -34,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=1.0 - 1e-4,
+            character_coverage=character_coverage,
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -53,10 +57,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
                 f"--vocab-size {vocab_size} is too large for {sum(map(len, sentences)):,} characters of sample text: "
                 f"the largest that works is {largest[1]}"
             ) from None
+        characters = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+        if characters:
+            raise RequestError(
+                f"--vocab-size {vocab_size} is too small: bytes, markers and the characters of the sample take "
+                f"{characters[1]}. Raise it, or lower --character-coverage {character_coverage}, so that more of the "
+                "rare characters are written in bytes"
+            ) from None
         raise RequestError(f"SentencePiece could not train on the sample: {error}") from error
     return model.getvalue()
 
 
-def _sentences(text: str) -> list[str]:
+def _sentences(text: str) -> Iterator[str]:
     """The lines of a text; SentencePiece learns from each on its own, so pieces never cross a line's end."""
-    return [line for line in text.splitlines() if line and len(line.encode(errors="replace")) <= _MAX_SENTENCE_BYTES]
+    for line in text.splitlines():
+        for start in range(0, len(line), _MAX_SENTENCE_CHARACTERS):
+            yield line[start : start + _MAX_SENTENCE_CHARACTERS]

@@ -1,6 +1,5 @@
 """What a unit leaves beside its shards: its record, its documents' origins, its rejected records."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from lex_pretrain.data.manifest import Account, ShardRecord
 from lex_pretrain.data.origins import UNITS_FOLDER, record_file, table_file
 from lex_pretrain.data.shards import documents_file, tokens_file
-from lex_pretrain.files import read_json, write_json
+from lex_pretrain.files import json_bytes, read_json, write_json
 
 CONTAMINATION_FILE = "contamination.npy"
 
@@ -41,7 +40,7 @@ def contamination_file(output: Path) -> Path:
 
 
 def json_lines(values: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode()
+    return b"".join(json_bytes(value) + b"\n" for value in values)
 
 
 def finished_unit(output: Path, number: int, key: str) -> UnitRecord | None:

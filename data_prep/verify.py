@@ -6,7 +6,7 @@ import numpy as np
 
 from data_prep.compare import compare_with_sources
 from lex_pretrain.data.manifest import Manifest, ShardRecord
-from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, tokens_file
+from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, token_dtype, tokens_file
 from lex_pretrain.files import sha256_of_file
 from lex_pretrain.progress import progress
 from lex_pretrain.tokenizer import Tokenizer
@@ -28,14 +28,27 @@ def verify(folder: Path, full: bool) -> list[str]:
         faults.append("manifest.json: tokens packed are not those of the shards")
     if account.packed.bytes != sum(shard.num_source_bytes for shard in manifest.shards):
         faults.append("manifest.json: bytes packed are not those of the shards")
-    if Tokenizer(folder / TOKENIZER_FILE).fingerprint != manifest.tokenizer.fingerprint:
-        faults.append(f"{TOKENIZER_FILE}: not the tokenizer that the shards were made with")
+    faults += _verify_tokenizer(Tokenizer(folder / TOKENIZER_FILE), manifest)
     with progress("verifying", max(account.packed.tokens, 1), "tokens") as reporter:
         for shard in manifest.shards:
             faults += [f"{shard.stem}: {fault}" for fault in _verify_shard(folder, shard, manifest)]
             reporter.advance(shard.num_tokens)
     if full and not faults:
         faults += compare_with_sources(folder, manifest)
+    return faults
+
+
+def _verify_tokenizer(tokenizer: Tokenizer, manifest: Manifest) -> list[str]:
+    recorded = manifest.tokenizer
+    faults = []
+    if tokenizer.fingerprint != recorded.fingerprint:
+        faults.append(f"{TOKENIZER_FILE}: not the tokenizer that the shards were made with")
+    if tokenizer.vocab_size != recorded.vocab_size:
+        faults.append(f"manifest.json: vocab_size {recorded.vocab_size}, {TOKENIZER_FILE} has {tokenizer.vocab_size}")
+    if tokenizer.eod_id != recorded.eod_id:
+        faults.append(f"manifest.json: eod_id {recorded.eod_id}, {TOKENIZER_FILE} has {tokenizer.eod_id}")
+    if np.dtype(manifest.dtype) != token_dtype(tokenizer.vocab_size):
+        faults.append(f"manifest.json: dtype {manifest.dtype} is not that of {tokenizer.vocab_size} pieces")
     return faults
 
 

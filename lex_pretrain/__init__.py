@@ -1,3 +1,3 @@
 """Distributed pretraining of the LeX (length-extrapolatable) Transformer."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

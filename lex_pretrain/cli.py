@@ -86,7 +86,7 @@ def prepare(
     vocab_size: Annotated[int, typer.Option(help="pieces of the tokenizer to train")] = 32_000,
     tokenizer: Annotated[Path | None, typer.Option(help="SentencePiece .model to use instead of training one")] = None,
     text_key: Annotated[
-        str, typer.Option(help="key of the text in .jsonl, .parquet, .csv; meta.text reaches inside")
+        str, typer.Option(help="key of the text in .jsonl, .json, .parquet, .csv, .tsv; meta.text reaches inside")
     ] = "text",
     validation_fraction: Annotated[float, typer.Option(help="share of documents held out for validation")] = 0.005,
     test_fraction: Annotated[float, typer.Option(help="share of documents held out for testing")] = 0.005,
@@ -96,8 +96,11 @@ def prepare(
     skip_bad_files: Annotated[
         bool, typer.Option("--skip-bad-files", help="leave out what cannot be read of a file, and go on")
     ] = False,
+    on_unknown: Annotated[
+        str, typer.Option(metavar="error|skip", help="what to do about files whose names say no format that is read")
+    ] = "error",
     separator: Annotated[
-        str | None, typer.Option(help="line that separates the documents of a .txt file; a file is one if not given")
+        str | None, typer.Option(help="line that separates the documents of a text file; a file is one if not given")
     ] = None,
     min_document_bytes: Annotated[int, typer.Option(min=0, help="reject shorter documents")] = 0,
     max_document_bytes: Annotated[int, typer.Option(min=1, help="reject longer documents")] = 256 * 2**20,
@@ -115,6 +118,9 @@ def prepare(
         typer.Option(help="evaluation files; reject documents that share long runs of words with them"),
     ] = None,
     decontaminate_words: Annotated[int, typer.Option(min=1, help="words in a row that count as shared")] = 13,
+    character_coverage: Annotated[
+        float, typer.Option(help="share of the sample's characters that become pieces; rarer ones are written in bytes")
+    ] = 0.9999,
     allow_lossy_tokenizer: Annotated[
         bool, typer.Option("--allow-lossy-tokenizer", help="go on with a tokenizer that does not give texts back")
     ] = False,
@@ -127,6 +133,7 @@ def prepare(
     """Turn text into token shards. Under `mpiexec -n K` the work spreads over all K processes."""
     from data_prep.options import PrepareOptions
     from data_prep.prepare import prepare
+    from data_prep.sources import OnUnknown
 
     try:
         share = float(max_rejected.removesuffix("%")) / (100 if max_rejected.endswith("%") else 1)
@@ -149,12 +156,15 @@ def prepare(
         near_duplicate_similarity=near_duplicate_similarity,
         decontaminate=tuple(decontaminate or ()),
         decontaminate_words=decontaminate_words,
+        character_coverage=character_coverage,
         allow_lossy_tokenizer=allow_lossy_tokenizer,
         tokenizer_sample_bytes=tokenizer_sample_bytes,
         seed=seed,
         unit_bytes=unit_bytes,
     )
-    manifest = prepare(inputs, output, options, workers)
+    if on_unknown not in get_args(OnUnknown):
+        raise RequestError(f"--on-unknown {on_unknown} is neither error nor skip")
+    manifest = prepare(inputs, output, options, workers, cast(OnUnknown, on_unknown))
     if json_output and manifest is not None:
         typer.echo(manifest.account.model_dump_json())
 
@@ -334,12 +344,13 @@ def evaluate(
 def _read_texts(given: str, text_key: str) -> Iterator[str]:
     """The texts of files, globs or `hf://` datasets; a record that cannot be read is a wrong request."""
     from data_prep.options import PrepareOptions
-    from data_prep.readers import Rejection, SegmentReader
+    from data_prep.readers import SegmentReader
+    from data_prep.records import Rejection
     from data_prep.sources import list_sources
     from data_prep.units import Segment
 
     options = PrepareOptions(text_key=text_key)
-    for source in list_sources([given]):
+    for source in list_sources([given]).paths:
         for item in SegmentReader(Segment(source, start=0, end=None, num_bytes=0), options):
             if isinstance(item, Rejection):
                 raise RequestError(f"{source}, record {item.record}: {item.reason} {item.detail}".rstrip())

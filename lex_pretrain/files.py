@@ -72,8 +72,15 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def json_bytes(value: Any, **layout: Any) -> bytes:
+    """JSON as UTF-8. A file's name that is no UTF-8, which Python holds with lone surrogates, comes back from it."""
+    # The replacement of a lone surrogate is what JSON itself writes for one.
+    return json.dumps(value, ensure_ascii=False, **layout).encode(errors="backslashreplace")
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    with atomic_write(path) as file:
+        file.write(json_bytes(value, indent=2) + b"\n")
 
 
 def read_json(path: Path) -> Any:
@@ -93,7 +100,7 @@ def sha256_of_file(path: Path) -> str:
 
 def sha256_of_json(value: Any) -> str:
     """A fingerprint of a JSON value that does not depend on the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(json_bytes(value, sort_keys=True)).hexdigest()
 
 
 @contextlib.contextmanager

@@ -108,13 +108,23 @@ def test_documents_that_quote_an_evaluation_file_go(dataset: Path, tmp_path: Pat
     evaluation.write_text("changed " + " ".join(words))
     with pytest.raises(RequestError, match=r"evaluation\.txt has changed"):
         pack([file], tmp_path / "out", options(dataset, decontaminate=(str(evaluation),)))
+
+
+def test_documents_that_are_a_short_evaluation_text_go(dataset: Path, tmp_path: Path) -> None:
+    evaluation = tmp_path / "evaluation.txt"
     evaluation.write_text("too few words")
-    with pytest.raises(RequestError, match="13 words in a row"):
-        pack([file], tmp_path / "other", options(dataset, decontaminate=(str(evaluation),)))
+    quoting = "these are too few words, it says"
+    file = write_lines(tmp_path / "in.jsonl", ["Too few\nwords!", quoting, "too few"])
+    pack([file], tmp_path / "out", options(dataset, decontaminate=(str(evaluation),)))
+    assert reasons_of(tmp_path / "out") == {1: "contaminated"}
+    assert texts_of(tmp_path / "out") == [quoting, "too few"]
+    evaluation.write_text("!!!")
+    with pytest.raises(RequestError, match=r"--decontaminate: no document of .*evaluation\.txt has a word"):
+        pack([file], tmp_path / "none", options(dataset, decontaminate=(str(evaluation),)))
 
 
 def test_runs_are_equal_exactly_where_the_words_are() -> None:
     one, other = hash_runs("a b c d e f", 3), hash_runs("X, B c\tD! e", 3)
     assert len(one) == 4
     assert np.argwhere(one[:, None] == other[None, :]).tolist() == [[1, 1], [2, 2]]
-    assert len(hash_runs("too short", 3)) == 0
+    assert len(hash_runs("too short", 3)) == 1

@@ -16,7 +16,7 @@ def test_a_long_unit_is_seen_to_move_before_it_is_done(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("data_prep.running._SECONDS_BETWEEN_REPORTS", 0.0)
-    monkeypatch.setattr("data_prep.prepare._SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr("data_prep.dispatch._SECONDS_BETWEEN_LOOKS", 0.02)
     monkeypatch.setattr("lex_pretrain.progress.SECONDS_BETWEEN_LOG_LINES", 0.0)
     file = tmp_path / "in.jsonl"
     lines = [json.dumps({"text": make_text(number, 500)}) for number in range(400)]

@@ -75,6 +75,13 @@ class Account(Record):
         return self.read == sum(self.rejected.values(), self.packed)
 
 
+class Skipped(Record):
+    """What the inputs hold and a preparation did not read, and why."""
+
+    path: str
+    reason: str
+
+
 class Manifest(Record):
     """The whole of `manifest.json`."""
 
@@ -86,6 +93,7 @@ class Manifest(Record):
     account: Account
     config: dict[str, Any]
     sources: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lex_pretrain.data.manifest import Manifest, ShardRecord, Split
+from lex_pretrain.data.manifest import SPLITS, Manifest, ShardRecord, Split
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import atomic_write, sha256_of_file
 from lex_pretrain.tokenizer import Tokenizer
@@ -98,7 +98,9 @@ class TokenDataset:
         for known in splits:
             if known == split:
                 return TokenDataset(folder, known, manifest)
-        raise RequestError(f"{folder} has no {split} split; it has: {', '.join(splits) or 'no documents at all'}")
+        way_out = f"; prepare more documents or with a larger --{split}-fraction" if split in SPLITS else ""
+        held = ", ".join(splits) or "no documents at all"
+        raise RequestError(f"{folder} has no {split} split; it has: {held}{way_out}")
 
     @property
     def num_tokens(self) -> int:

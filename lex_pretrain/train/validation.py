@@ -28,7 +28,7 @@ class Validation:
         self.datasets: list[TokenDataset] = []
         if self.enabled:
             split = config.data.validation_split
-            self.datasets = [TokenDataset.open(Path(source.path), split) for source in config.data.resolved_sources]
+            self.datasets = [_open(Path(source.path), split) for source in config.data.resolved_sources]
             least = LONG_FACTOR * self.sequence_length * ranks.world_size + 1
             for dataset in self.datasets:
                 if dataset.num_tokens < least:
@@ -67,3 +67,10 @@ class Validation:
                 sums += torch.stack([engine(window[:, :-1], window[:, 1:], attention).double(), sums.new_tensor(1.0)])
         torch.distributed.all_reduce(sums)
         return float(sums[0] / sums[1])
+
+
+def _open(folder: Path, split: str) -> TokenDataset:
+    try:
+        return TokenDataset.open(folder, split)
+    except RequestError as error:
+        raise RequestError(f"{error}; or train without validation by train.validate_every_steps=null") from error
