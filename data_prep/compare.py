@@ -9,7 +9,7 @@ from data_prep.options import PrepareOptions
 from data_prep.packing import shard_stem
 from data_prep.readers import SegmentReader
 from data_prep.records import Document
-from data_prep.sources import stamp
+from data_prep.sources import stamp, states_of
 from data_prep.units import Unit, make_units
 from lex_pretrain.data.manifest import SPLITS, Manifest, Split
 from lex_pretrain.data.origins import DocumentTable, kept_rows, table_file
@@ -53,8 +53,9 @@ def compare_with_sources(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _is_unchanged(state: dict[str, object]) -> bool:
+    source = str(state["path"])
     try:
-        return stamp(str(state["path"])) == state
+        return stamp(source, states_of(source)) == state
     except RequestError:
         return False
 

@@ -35,24 +35,29 @@ class Format:
 def format_of(name: str) -> Format | None:
     """The format that a file's name, in any case, says; None where it says none that can be read."""
     base = name.rpartition("/")[2].lower()
-    compression = None
-    for suffix, known in _COMPRESSIONS.items():
-        if base.endswith(suffix):
-            base, compression = base.removesuffix(suffix), known
-            break
-    stem, dot, suffix = base.rpartition(".")
-    kind = _kind_of(dot + suffix if stem else "", base)
+    stem, *suffixes = base.rsplit(".", 2)
+    if found := _format_of_suffixes("." + ".".join(suffixes) if stem or len(suffixes) > 1 else ""):
+        return found
+    plain, compression = _without_compression(base)
+    is_text = any(fnmatch.fnmatchcase(plain, pattern) for pattern in _source_names()[1])
+    return Format("text", compression) if is_text else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _format_of_suffixes(suffixes: str) -> Format | None:
+    """By the last one or two suffixes; remembered, for a folder of many files has few."""
+    plain, compression = _without_compression(suffixes)
+    last = "." + plain.rpartition(".")[2] if plain else ""
+    kind = _KINDS.get(last) or ("text" if last in _source_names()[0] else None)
     # Two files that are mapped into memory are never compressed.
     return None if kind is None or (kind == "indexed" and compression) else Format(kind, compression)
 
 
-def _kind_of(suffix: str, base: str) -> Kind | None:
-    if suffix in _KINDS:
-        return _KINDS[suffix]
-    suffixes, patterns = _source_names()
-    if suffix in suffixes or any(fnmatch.fnmatchcase(base, pattern) for pattern in patterns):
-        return "text"
-    return None
+def _without_compression(name: str) -> tuple[str, Compression | None]:
+    for suffix, compression in _COMPRESSIONS.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), compression
+    return name, None
 
 
 @functools.cache

@@ -6,21 +6,21 @@ from typing import Any
 
 from data_prep.options import PrepareOptions
 from data_prep.rejections import REJECTED_FILE
-from data_prep.sources import list_sources, stamp
+from data_prep.sources import States, list_sources, stamp, states_of
 from lex_pretrain import __version__
 from lex_pretrain.data.manifest import MANIFEST_FILE
 from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.shards import TOKENIZER_FILE
 from lex_pretrain.errors import RequestError
-from lex_pretrain.files import read_json, sha256_of_file, write_json
+from lex_pretrain.files import atomic_write, json_bytes, read_json, sha256_of_file
 from lex_pretrain.progress import logger
 from lex_pretrain.tokenizer import Tokenizer
 
 JOB_FILE = "prepare.json"
 
 
-def describe_job(sources: list[str], options: PrepareOptions) -> dict[str, Any]:
-    """Everything that decides the bytes of the dataset: settings, tokenizer, and the state of every input file.
+def describe_job(states: States, options: PrepareOptions) -> dict[str, Any]:
+    """Everything that decides the bytes of the dataset: settings, tokenizer, and the states of every source.
 
     Raises RequestError when the tokenizer is not a model, or a source is gone.
     """
@@ -28,8 +28,8 @@ def describe_job(sources: list[str], options: PrepareOptions) -> dict[str, Any]:
         "version": __version__,
         "options": options.identity(),
         "tokenizer_sha256": sha256_of_file(Tokenizer(options.tokenizer).model_file) if options.tokenizer else None,
-        "sources": [stamp(source) for source in sources],
-        "evaluation_files": [stamp(source) for source in evaluation_sources(options)],
+        "sources": [stamp(source, found) for source, found in states.items()],
+        "evaluation_files": [stamp(source, states_of(source)) for source in evaluation_sources(options)],
     }
 
 
@@ -64,7 +64,9 @@ def check_same_job(output: Path, job: dict[str, Any]) -> None:
 
 
 def save_job(output: Path, job: dict[str, Any], **more: Any) -> None:
-    write_json(output / JOB_FILE, {"job": job, **more})
+    # On one line: with many inputs, laying it out would take longer than all else that is done once.
+    with atomic_write(output / JOB_FILE) as file:
+        file.write(json_bytes({"job": job, **more}) + b"\n")
 
 
 def decided_fractions(output: Path) -> dict[str, float]:

@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from data_prep.formats import Compression
@@ -19,7 +18,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_json_lines(
-    path: Path, compression: Compression | None, start: int, end: int | None, text_key: str, limit_bytes: int
+    path: str, compression: Compression | None, start: int, end: int | None, text_key: str, limit_bytes: int
 ) -> Items:
     """The lines in bytes start .. end - 1, which begin and end with whole lines."""
     with open_bytes(path, compression, start, end) as file:
@@ -27,7 +26,7 @@ def read_json_lines(
     return number
 
 
-def read_json(path: Path, compression: Compression | None, text_key: str, limit_bytes: int) -> Items:
+def read_json(path: str, compression: Compression | None, text_key: str, limit_bytes: int) -> Items:
     """A `.json`: an array of records, or JSON lines, or values that take several lines each.
 
     Raises RequestError, naming the place, where an array or a value over several lines is not JSON.
@@ -42,7 +41,7 @@ def read_json(path: Path, compression: Compression | None, text_key: str, limit_
     return (yield from _read_values(path, compression, is_array, text_key, limit_bytes))
 
 
-def _read_values(path: Path, compression: Compression | None, is_array: bool, text_key: str, limit_bytes: int) -> Items:
+def _read_values(path: str, compression: Compression | None, is_array: bool, text_key: str, limit_bytes: int) -> Items:
     number = 0
     with open_bytes(path, compression) as file:
         # Bytes that are no UTF-8 cost the record that they stand in, and not all.

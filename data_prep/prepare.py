@@ -22,7 +22,7 @@ from data_prep.readers import SegmentReader
 from data_prep.records import Document
 from data_prep.rejections import REJECTED_FILE
 from data_prep.sampling import provide_tokenizer
-from data_prep.sources import OnUnknown, Sources, list_sources
+from data_prep.sources import OnUnknown, Sources, list_sources, states_of
 from data_prep.splits import fill_splits
 from data_prep.summary import account_line, summary_table
 from data_prep.unit_files import UnitRecord, contamination_file
@@ -73,14 +73,15 @@ def prepare(
 
 
 def _prepare_locked(sources: Sources, output: Path, options: PrepareOptions, pool: Executor) -> Manifest:
-    description = describe_job(sources.paths, options)
+    states = {source: states_of(source) for source in sources.paths}
+    description = describe_job(states, options)
     check_same_job(output, description)
     if (output / MANIFEST_FILE).is_file():
         logger.info("%s is already prepared from the same inputs; nothing to do", output)
         return Manifest.load(output)
     started = time.monotonic()
     (output / UNITS_FOLDER).mkdir(exist_ok=True)
-    units = make_units(sources.paths, options.unit_bytes)
+    units = make_units(sources.paths, options.unit_bytes, states)
     _index_evaluation_files(output, options)
     tokenizer = provide_tokenizer(units, output, options, pool)
     options, records, num_reused = _pack_with_full_splits(units, output, tokenizer, options, pool, description)

@@ -14,7 +14,7 @@ import numpy as np
 from data_prep.formats import Compression, format_of
 from data_prep.json_files import read_json, read_json_lines, read_line
 from data_prep.megatron import IndexedDataset
-from data_prep.opening import READ_ERRORS, open_bytes
+from data_prep.opening import READ_ERRORS, open_bytes, read_bytes
 from data_prep.options import PrepareOptions
 from data_prep.records import TOO_LONG, Document, Item, Items, Rejection, bytes_item
 from data_prep.sources import REMOTE_PREFIX, states_of
@@ -24,7 +24,6 @@ from lex_pretrain.errors import RequestError
 from lex_pretrain.tokenizer import Tokenizer
 
 UNREADABLE = "unreadable file"
-_SKIPPED_AT_ONCE_BYTES = 2**20
 
 
 class ChangedFileError(RequestError):
@@ -67,10 +66,10 @@ class SegmentReader:
     def _items(self) -> Items:
         segment, options = self._segment, self._options
         key, limit = options.text_key, options.max_document_bytes
-        path, start, end = Path(segment.source), segment.start, segment.end
-        if segment.source.startswith(REMOTE_PREFIX):
-            return read_dataset(segment.source, start, end, key)
-        form = format_of(segment.source)
+        path, start, end = segment.source, segment.start, segment.end
+        if path.startswith(REMOTE_PREFIX):
+            return read_dataset(path, start, end, key)
+        form = format_of(path)
         if form is None:
             raise RequestError(f"{path} is not a format that can be read")
         packed = form.compression
@@ -80,7 +79,7 @@ class SegmentReader:
             case "json":
                 return read_json(path, packed, key, limit)
             case "indexed":
-                return _read_indexed(path, segment, options.tokenizer)
+                return _read_indexed(Path(path), segment, options.tokenizer)
             case "parquet":
                 return read_parquet(path, packed, start, end, key)
             case "csv":
@@ -108,22 +107,12 @@ def read_segment(reader: SegmentReader, skip_bad_files: bool) -> Iterator[Item]:
         yield Rejection(UNREADABLE, number + 1, 0, str(error))
 
 
-def _read_text(path: Path, compression: Compression | None, separator: str | None, limit_bytes: int) -> Items:
-    with open_bytes(path, compression) as file:
-        if separator is not None:
+def _read_text(path: str, compression: Compression | None, separator: str | None, limit_bytes: int) -> Items:
+    if separator is not None:
+        with open_bytes(path, compression) as file:
             return (yield from _read_separated(file, separator.encode(), limit_bytes))
-        return (yield from _read_whole(file, limit_bytes))
-
-
-def _read_whole(file: IO[bytes], limit_bytes: int) -> Items:
-    data = file.read(limit_bytes + 1)
-    num_bytes = len(data)
-    if num_bytes <= limit_bytes:
-        yield bytes_item(data, 1)
-        return 1
-    while part := file.read(_SKIPPED_AT_ONCE_BYTES):
-        num_bytes += len(part)
-    yield Rejection(TOO_LONG, 1, num_bytes)
+    data, num_bytes = read_bytes(path, compression, limit_bytes)
+    yield Rejection(TOO_LONG, 1, num_bytes) if num_bytes > limit_bytes else bytes_item(data, 1)
     return 1
 
 

@@ -94,9 +94,10 @@ class _Search:
         if self._num_met == before:
             raise RequestError(f"folder {given} holds no text file to read")
 
-    def _add(self, path: str, real: str, is_folder: bool) -> None:
+    def _add(self, path: str, real: str, is_folder: bool, is_file: bool = False) -> None:
+        """`is_file` is true where that is known already of a regular file."""
         if not is_folder:
-            self._add_file(path, real)
+            self._add_file(path, real, is_file)
         elif real == self.output:
             self._num_met += 1
         elif self._is_dataset(real):
@@ -116,9 +117,10 @@ class _Search:
             if entry.name.startswith("."):
                 self._skip(entry.path, real_entry, _HIDDEN)
             else:
-                self._add(entry.path, real_entry, os.path.isdir(real_entry) if is_link else entry.is_dir())
+                is_folder = os.path.isdir(real_entry) if is_link else entry.is_dir()
+                self._add(entry.path, real_entry, is_folder, is_file=not is_link and entry.is_file())
 
-    def _add_file(self, path: str, real: str) -> None:
+    def _add_file(self, path: str, real: str, is_file: bool) -> None:
         if path.lower().endswith(".bin") and os.path.isfile(index := path[: -len(".bin")] + ".idx"):
             # A Megatron dataset is both files, and its index stands for them.
             path, real = index, os.path.realpath(index)
@@ -127,7 +129,7 @@ class _Search:
             self._skip(path, real, _BACKUP)
             return
         try:
-            is_regular = stat.S_ISREG(os.stat(path).st_mode)
+            is_regular = is_file or stat.S_ISREG(os.stat(path).st_mode)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
                 raise RequestError(f"{path} cannot be read: {error}") from error
@@ -139,7 +141,9 @@ class _Search:
             return
         self._num_met += 1
         # Of several names the shortest, so that neither the order of the inputs nor a way around decides.
-        self.found[real, form] = min(path, self.found.get((real, form), path), key=lambda name: (len(name), name))
+        other = self.found.get((real, form))
+        if other is None or (len(path), path) < (len(other), other):
+            self.found[real, form] = path
 
     def _skip(self, path: str, real: str, reason: str) -> None:
         self._num_met += 1
@@ -210,6 +214,9 @@ class FileState(NamedTuple):
     inode: int
 
 
+States = dict[str, tuple[FileState, ...]]
+
+
 def states_of(source: str) -> tuple[FileState, ...]:
     """The state of each file of a source, none of a remote dataset, which is trusted to stay as it is.
 
@@ -225,12 +232,11 @@ def states_of(source: str) -> tuple[FileState, ...]:
         found = [os.stat(file) for file in files]
     except OSError as error:
         raise RequestError(f"{source} cannot be read: {error}") from error
-    return tuple(FileState(state.st_size, state.st_mtime_ns, state.st_ino) for state in found)
+    return tuple([FileState(state.st_size, state.st_mtime_ns, state.st_ino) for state in found])
 
 
-def stamp(source: str) -> dict[str, Any]:
+def stamp(source: str, states: tuple[FileState, ...]) -> dict[str, Any]:
     """What tells whether a source has changed since a preparation was begun, perhaps on another host."""
-    states = states_of(source)
     if source.startswith(REMOTE_PREFIX) and not Path(name_and_split(source)[0]).is_dir():
         return {"path": source}
     return {

@@ -18,13 +18,13 @@ _ROWS_AT_ONCE = 256
 _COPIED_AT_ONCE_BYTES = 2**22
 
 
-def parquet_row_groups(path: Path) -> list[int]:
+def parquet_row_groups(path: str) -> list[int]:
     """Bytes of each row group. RequestError when the file's footer cannot be read."""
     metadata = _parquet_file(path, None).metadata
     return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
 
 
-def read_parquet(path: Path, compression: Compression | None, start: int, end: int | None, text_key: str) -> Items:
+def read_parquet(path: str, compression: Compression | None, start: int, end: int | None, text_key: str) -> Items:
     """Texts of the row groups start .. end - 1. RequestError where the column holds something else than text."""
     import pyarrow as arrow
 
@@ -45,7 +45,7 @@ def read_parquet(path: Path, compression: Compression | None, start: int, end: i
         raise RequestError(f"{path} cannot be read: {error}") from error
 
 
-def _parquet_file(path: Path, compression: Compression | None) -> Any:
+def _parquet_file(path: str, compression: Compression | None) -> Any:
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -116,7 +116,7 @@ def _column_items(column: Any, text_key: str, num_before: int) -> Iterator[Item]
         yield not_text(text_key, number) if cell is None else bytes_item(cell, number, "utf-8")
 
 
-def read_csv(path: Path, compression: Compression | None, delimiter: str, text_key: str, max_cell_bytes: int) -> Items:
+def read_csv(path: str, compression: Compression | None, delimiter: str, text_key: str, max_cell_bytes: int) -> Items:
     """Rows by the header's names, every cell as text; quotes are as RFC 4180 has them, in any other place a fault.
 
     A row of more or fewer cells than the header is rejected, for nobody knows which of its cells is which. Raises

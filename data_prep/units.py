@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep.formats import Format, format_of
 from data_prep.megatron import document_ranges
-from data_prep.sources import REMOTE_PREFIX, FileState, states_of
+from data_prep.sources import REMOTE_PREFIX, FileState, States, states_of
 from data_prep.tables import parquet_row_groups, plan_dataset
 from lex_pretrain.errors import RequestError
 
@@ -20,8 +21,7 @@ _LARGEST_SHARE_SCANNED = 0.08
 _SCANNED_AT_ONCE_BYTES = 2**16
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A part of a source: whole lines of a .jsonl by their bytes, row groups of a .parquet, documents of an .idx, rows
     or shards of a dataset.
 
@@ -48,14 +48,14 @@ class Unit:
         return sum(segment.num_bytes for segment in self.segments)
 
 
-def make_units(sources: list[str], unit_bytes: int) -> list[Unit]:
+def make_units(sources: list[str], unit_bytes: int, states: States | None = None) -> list[Unit]:
     """Group the segments of sorted sources, in order, into units of at least `unit_bytes` or `MAX_UNIT_SEGMENTS`, or
-    as much as there is."""
+    as much as there is. `states` are what the sources were when the work was described, now if not given."""
     units: list[Unit] = []
     group: list[Segment] = []
     num_bytes = 0
     for source in sources:
-        for segment in _segments(source, unit_bytes):
+        for segment in _segments(source, states_of(source) if states is None else states[source], unit_bytes):
             group.append(segment)
             num_bytes += segment.num_bytes
             if num_bytes >= unit_bytes or len(group) >= MAX_UNIT_SEGMENTS or source.startswith(REMOTE_PREFIX):
@@ -66,9 +66,8 @@ def make_units(sources: list[str], unit_bytes: int) -> list[Unit]:
     return units
 
 
-def _segments(source: str, unit_bytes: int) -> Iterator[Segment]:
+def _segments(source: str, states: tuple[FileState, ...], unit_bytes: int) -> Iterator[Segment]:
     """One segment for most sources, several for a large one that can be read from the middle."""
-    states = states_of(source)
     for start, end, num_bytes in _parts(source, states, unit_bytes):
         yield Segment(source, start, end, num_bytes, states)
 
@@ -78,18 +77,18 @@ def _parts(
 ) -> Iterator[tuple[int, int | None, int]] | list[tuple[int, int | None, int]]:
     if source.startswith(REMOTE_PREFIX):
         return plan_dataset(source, unit_bytes)
-    path, form, size = Path(source), format_of(source), states[0].num_bytes
+    form, size = format_of(source), states[0].num_bytes
     if form == Format("indexed"):
-        return document_ranges(path, unit_bytes, _TEXT_BYTES_PER_TOKEN)
+        return document_ranges(Path(source), unit_bytes, _TEXT_BYTES_PER_TOKEN)
     if form == Format("json lines") and size > unit_bytes:
-        return _line_parts(path, size, unit_bytes)
+        return _line_parts(source, size, unit_bytes)
     if form == Format("parquet") and size > unit_bytes:
-        return _row_group_parts(path, size, unit_bytes)
+        return _row_group_parts(source, size, unit_bytes)
     ratio = _COMPRESSION_RATIO if form is not None and form.compression else 1
     return [(0, None, size * ratio)]
 
 
-def _line_parts(path: Path, size: int, unit_bytes: int) -> Iterator[tuple[int, int | None, int]]:
+def _line_parts(path: str, size: int, unit_bytes: int) -> Iterator[tuple[int, int | None, int]]:
     """Runs of whole lines of at least `unit_bytes`; longer, to the file's end if need be, where lines are so long that
     finding their ends would mean reading much of the file twice."""
     start = num_scanned = 0
@@ -104,10 +103,10 @@ def _line_parts(path: Path, size: int, unit_bytes: int) -> Iterator[tuple[int, i
         start = end
 
 
-def _bytes_to_line_end(path: Path, start: int, most: int, buffer_bytes: int) -> int:
+def _bytes_to_line_end(path: str, start: int, most: int, buffer_bytes: int) -> int:
     """From `start` to the end of its line, that included; `most` where it lies no nearer."""
     num_bytes = 0
-    with path.open("rb", buffering=buffer_bytes) as file:
+    with open(path, "rb", buffering=buffer_bytes) as file:
         file.seek(start)
         while num_bytes < most and (part := file.readline(min(most - num_bytes, _SCANNED_AT_ONCE_BYTES))):
             num_bytes += len(part)
@@ -116,7 +115,7 @@ def _bytes_to_line_end(path: Path, start: int, most: int, buffer_bytes: int) -> 
     return num_bytes
 
 
-def _row_group_parts(path: Path, size: int, unit_bytes: int) -> Iterator[tuple[int, int | None, int]]:
+def _row_group_parts(path: str, size: int, unit_bytes: int) -> Iterator[tuple[int, int | None, int]]:
     """Runs of row groups of at least `unit_bytes`; one segment where the file's own list of them cannot be read."""
     try:
         sizes = parquet_row_groups(path)

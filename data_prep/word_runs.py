@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterable
 
 import numpy as np
-import regex  # type: ignore[import-untyped]
+import regex
 from numpy.typing import NDArray
 
 _MULTIPLIER = 0x9E3779B97F4A7C15

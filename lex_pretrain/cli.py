@@ -117,7 +117,9 @@ def prepare(
         list[str] | None,
         typer.Option(help="evaluation files; reject documents that share long runs of words with them"),
     ] = None,
-    decontaminate_words: Annotated[int, typer.Option(min=1, help="words in a row that count as shared")] = 13,
+    decontaminate_words: Annotated[
+        int, typer.Option(min=1, help="words in a row that count as shared; a Chinese letter is half a word")
+    ] = 13,
     character_coverage: Annotated[
         float, typer.Option(help="share of the sample's characters that become pieces; rarer ones are written in bytes")
     ] = 0.9999,

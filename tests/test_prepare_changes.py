@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_prep.readers import ChangedFileError, SegmentReader
-from data_prep.units import MAX_UNIT_SEGMENTS, make_units
+from data_prep.units import MAX_UNIT_SEGMENTS, Unit, make_units
 from lex_pretrain.errors import RequestError
 from tests.conftest import make_text
 from tests.preparing import options, pack, texts_of
@@ -73,8 +74,8 @@ def test_a_change_between_listing_and_reading_leaves_no_shard(
     file.write_text(lines_of(600))
     real = make_units
 
-    def planned_then_cut(sources: list[str], unit_bytes: int) -> object:
-        units = real(sources, unit_bytes)
+    def planned_then_cut(*planned: Any) -> list[Unit]:
+        units = real(*planned)
         truncate(file)
         return units
 

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, checkpoint, evaluate, loader, model, prepare, train
+from tests.benchmarks import attention, checkpoint, decontamination, evaluate, loader, model, order, prepare, train
 
 if __name__ == "__main__":
     benchmarks: dict[str, Callable[[], list[str]]] = {
         "prepare": prepare.run,
+        "order": order.run,
+        "decontamination": decontamination.run,
         "loader": loader.run,
         "attention": attention.run,
         "model": model.run,
