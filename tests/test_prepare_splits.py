@@ -19,11 +19,11 @@ from tests.preparing import digests, options, pack, texts_of
 fractions = st.one_of(st.just(0.0), st.floats(0.0001, 0.45))
 
 
-@given(st.sets(st.integers(0, 2**64 - 1), min_size=1, max_size=40), fractions, fractions)
+@given(st.sets(st.integers(0, 2**30 - 1), min_size=1, max_size=40), fractions, fractions)
 def test_every_split_gets_a_document_and_no_more_than_needed_moves(
     numbers: set[int], validation: float, test: float
 ) -> None:
-    places = np.unique(np.array(sorted(numbers), dtype=np.float64) / 2**64)
+    places = np.unique(np.array(sorted(numbers), dtype=np.float64) / 2**30)
     found_validation, found_test = filling_fractions(places, validation, test)
     sides = np.where(places < found_test, 2, np.where(places < found_test + found_validation, 1, 0))
     counts = {side: int((sides == side).sum()) for side in (0, 1, 2)}
