@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lex_pretrain.errors import RequestError
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
+from lex_pretrain.loading import load_decoder
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.tokenizer import Tokenizer
 

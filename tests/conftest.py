@@ -15,6 +15,7 @@ from data_prep.prepare import prepare
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.progress import logger
+from lex_pretrain.run_folder import LISTING_FILE, listed_file, step_of_name, write_listing
 
 WORDS = """
 length block window scale token query key value layer head decoder attention position rotate decay train shard resume
@@ -154,6 +155,13 @@ def save_checkpoint(folder: Path, config: Config, dataset: Path) -> Path:
     save_file(gather_weights(Decoder(config.model), keep=True), folder / "model.safetensors")
     save_config(config, folder / "config.yaml")
     (folder / "tokenizer.model").write_bytes((dataset / "tokenizer.model").read_bytes())
+    return list_files(folder)
+
+
+def list_files(folder: Path) -> Path:
+    """Write the list of the files that the folder of a checkpoint holds now; a test that changes one does so again."""
+    names = sorted(file.name for file in folder.iterdir() if file.name != LISTING_FILE)
+    write_listing(folder, [listed_file(folder, name) for name in names], step_of_name(folder))
     return folder
 
 

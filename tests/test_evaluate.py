@@ -24,14 +24,15 @@ from lex_pretrain.evaluate.memory import peak_memory_bytes, reset_peak_memory
 from lex_pretrain.evaluate.perplexity import score_fixed_targets, score_pieces
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
 from lex_pretrain.evaluate.results import Results, ScoringMode
-from lex_pretrain.files import folder_lock
+from lex_pretrain.files import folder_lock, write_json
 from lex_pretrain.hardware import evaluation_dtype
+from lex_pretrain.loading import load_decoder
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.model.positions import make_positions
 from lex_pretrain.progress import logger
+from lex_pretrain.run_folder import read_listing
 from lex_pretrain.tokenizer import Tokenizer
-from tests.conftest import Program
+from tests.conftest import Program, list_files
 from tests.test_attention import model_section
 
 TRAINED = 8
@@ -318,6 +319,7 @@ def test_rope_is_stretched_to_the_longest_length(
         evaluate(wanted, no_texts)
     config = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(config.replace("position: xpos", "position: rope"))
+    list_files(checkpoint)
     results = evaluate(wanted, no_texts)
     assert results is not None
     assert results.position == "rope+linear"
@@ -420,6 +422,7 @@ def test_bad_requests_end_with_2(
 def test_a_checkpoint_of_another_architecture_is_refused(checkpoint: Path) -> None:
     config = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(config.replace("hidden_size: 32", "hidden_size: 64"))
+    list_files(checkpoint)
     with pytest.raises(RequestError, match="does not fit the architecture"):
         load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype)
 
@@ -427,14 +430,25 @@ def test_a_checkpoint_of_another_architecture_is_refused(checkpoint: Path) -> No
 def test_a_checkpoint_of_other_parameters_is_refused_by_their_names(checkpoint: Path) -> None:
     config = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(config.replace("position: xpos", "position: learned"))
+    list_files(checkpoint)
     with pytest.raises(RequestError, match=r"(?s)model\.safetensors does not fit .*positions\.table\.weight"):
         load_decoder(checkpoint, torch.device("cpu"), evaluation_dtype)
 
 
 @pytest.mark.parametrize("name", ["step-foo", "step-", "step-²"])
 def test_a_checkpoint_that_tells_no_step_is_refused(checkpoint: Path, name: str) -> None:
+    # As it was listed before the list said its step.
+    write_json(checkpoint / "files.json", [entry.model_dump() for entry in read_listing(checkpoint).files])
     renamed = checkpoint.rename(checkpoint.parent / name)
     with pytest.raises(RequestError, match=r"named after its step, such as step-00000100, .* Give it the name it had"):
         load_decoder(renamed, torch.device("cpu"), evaluation_dtype)
     elsewhere = renamed.rename(checkpoint.parent / "mine")
     assert load_decoder(elsewhere, torch.device("cpu"), evaluation_dtype).step == 0
+
+
+def test_a_checkpoint_keeps_its_step_under_another_name(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.parent / "the best")
+    assert load_decoder(renamed, torch.device("cpu"), evaluation_dtype).step == 7
+    other = renamed.rename(checkpoint.parent / "step-00000009")
+    with pytest.raises(RequestError, match="holds the checkpoint of step 7, and its name is that of step 9"):
+        load_decoder(other, torch.device("cpu"), evaluation_dtype)

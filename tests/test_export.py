@@ -17,11 +17,11 @@ from lex_pretrain.evaluate.evaluation import evaluate
 from lex_pretrain.export import export
 from lex_pretrain.export.sources import collect_sources
 from lex_pretrain.generation import Generator, Sampling
+from lex_pretrain.loading import load_decoder
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.loading import load_decoder
 from lex_pretrain.progress import logger
 from lex_pretrain.tokenizer import Tokenizer
-from tests.conftest import save_checkpoint
+from tests.conftest import list_files, save_checkpoint
 from tests.test_evaluate import no_texts, request
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -169,6 +169,7 @@ def test_the_weights_are_those_of_the_checkpoint_in_their_own_precision(dataset:
     checkpoint = make_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003", dataset)
     config = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(config.replace("precision: fp32", "precision: bf16"))
+    list_files(checkpoint)
     export.export_model(tmp_path / "run", tmp_path / "deep" / "exported")
     exported = tmp_path / "deep" / "exported"
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"

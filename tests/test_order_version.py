@@ -10,9 +10,10 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.order import ORDER_VERSION
 from lex_pretrain.errors import RequestError
-from lex_pretrain.files import read_json, sha256_of_file, write_json
+from lex_pretrain.files import read_json, write_json
 from lex_pretrain.ranks import Ranks
-from lex_pretrain.train.checkpoint import FILES_FILE, STATE_FILE, Checkpoints
+from lex_pretrain.run_folder import STATE_FILE, listed_file, read_listing, step_of_name, write_listing
+from lex_pretrain.train.checkpoint import DEEPSPEED_TAG, Checkpoints
 from lex_pretrain.train.resume import find_start
 from lex_pretrain.train.state import TrainState
 from tests.conftest import Program
@@ -27,14 +28,13 @@ def save_state(checkpoint: Path, version: int | None) -> None:
     state = read_json(file) if file.is_file() else dataclasses.asdict(STATE)
     del state["order_version"]
     write_json(file, state if version is None else {**state, "order_version": version})
-    others = [entry for entry in (listed(checkpoint)) if entry["path"] != STATE_FILE]
-    entry = {"path": STATE_FILE, "num_bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
-    write_json(checkpoint / FILES_FILE, [*others, entry])
-
-
-def listed(checkpoint: Path) -> list[dict[str, object]]:
-    file = checkpoint / FILES_FILE
-    return list(read_json(file)) if file.is_file() else []
+    part = checkpoint / DEEPSPEED_TAG / "part.pt"
+    part.parent.mkdir(exist_ok=True)
+    part.touch()
+    changed = [listed_file(checkpoint, name) for name in (STATE_FILE, f"{DEEPSPEED_TAG}/part.pt")]
+    names = {entry["path"] for entry in changed}
+    others = [entry.model_dump() for entry in read_listing(checkpoint).files if entry.path not in names]
+    write_listing(checkpoint, [*others, *changed], step_of_name(checkpoint))
 
 
 def test_a_state_keeps_its_version_and_one_without_is_of_the_first() -> None:

@@ -15,7 +15,7 @@ import torch
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.errors import RequestError
-from lex_pretrain.model.loading import load_decoder
+from lex_pretrain.loading import load_decoder
 from lex_pretrain.monitor.metrics import MetricsFile, read_records, read_steps
 from lex_pretrain.train.engine import check_operations
 from tests.conftest import Program, run_forked

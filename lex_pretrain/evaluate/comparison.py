@@ -7,8 +7,8 @@ from lex_pretrain.evaluate import findings, tables
 from lex_pretrain.evaluate.report import TrainingRecord, write_report
 from lex_pretrain.evaluate.results import Results, distinct_labels
 from lex_pretrain.files import write_text
-from lex_pretrain.model.loading import CHECKPOINTS_FOLDER
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
+from lex_pretrain.run_folder import CHECKPOINTS_FOLDER
 
 TABLE_FILE = "table.md"
 

@@ -33,10 +33,11 @@ from lex_pretrain.evaluate.scoring import DocumentScore, Task, bin_edges, score_
 from lex_pretrain.files import sha256_of_json
 from lex_pretrain.hardware import device_of_rank, evaluation_dtype
 from lex_pretrain.held_folder import held_folder
-from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE, LoadedModel, load_decoder
+from lex_pretrain.loading import LoadedModel, load_decoder
 from lex_pretrain.model.positions import RopeScaling, make_positions
 from lex_pretrain.model_config import AttentionMode
 from lex_pretrain.ranks import Ranks, find_ranks, join_process_group, leave_process_group
+from lex_pretrain.run_folder import CHECKPOINTS_FOLDER, WEIGHTS_FILE
 from lex_pretrain.tokenizer import Tokenizer
 
 # Attention modes of the model itself; all other scoring modes are windows of full attention.

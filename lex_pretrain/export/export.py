@@ -13,14 +13,8 @@ import torch
 from lex_pretrain.export.sources import collect_sources
 from lex_pretrain.files import atomic_folder, write_json, write_text
 from lex_pretrain.hardware import TORCH_DTYPES
-from lex_pretrain.model.loading import (
-    CONFIG_FILE,
-    EXPORTED_CONFIG_FILE,
-    TOKENIZER_FILE,
-    WEIGHTS_FILE,
-    LoadedModel,
-    load_decoder,
-)
+from lex_pretrain.loading import EXPORTED_CONFIG_FILE, LoadedModel, load_decoder
+from lex_pretrain.run_folder import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE, listed_file, write_listing
 from lex_pretrain.tokenizer import Tokenizer
 
 _MODULES = ("configuration_lex", "modeling_lex", "tokenization_lex")
@@ -43,6 +37,8 @@ def export_model(run_or_checkpoint: Path, output: Path) -> Path:
         write_json(folder / EXPORTED_CONFIG_FILE, _model_config(model))
         write_json(folder / "generation_config.json", {f"{name}_id": tokenizer.eod_id for name in eod})
         write_json(folder / "tokenizer_config.json", _tokenizer_config(eod))
+        written = sorted(file.name for file in folder.iterdir())
+        write_listing(folder, [listed_file(folder, name) for name in written], model.step)
     return model.checkpoint_folder
 
 

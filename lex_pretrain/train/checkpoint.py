@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,10 +29,22 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
 from lex_pretrain.data.order import ORDER_VERSION
 from lex_pretrain.errors import JobError, RequestError, SharedJobError
-from lex_pretrain.files import read_json, sha256_of_file, sync_folder, write_json, write_text
+from lex_pretrain.files import read_json, sync_folder, write_json, write_text
 from lex_pretrain.model.decoder import Decoder
-from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.run_folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    LISTING_FILE,
+    STATE_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    faults_of,
+    read_listing,
+    step_folder,
+    step_folders,
+    write_listing,
+)
 from lex_pretrain.train.conversion import convert_on_first_rank
 from lex_pretrain.train.distributed import quiet_deepspeed
 from lex_pretrain.train.engine import optimizer_kept
@@ -41,11 +54,11 @@ from lex_pretrain.train.snapshot import deepspeed_files, gather_weights, start_t
 from lex_pretrain.train.state import TrainState, sample_ranges
 
 DEEPSPEED_TAG = "deepspeed"
-FILES_FILE = "files.json"
-STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 PASSED_OVER_FILE = "passed_over.json"
 ABANDONED_PREFIX = "abandoned-"
+_WRITTEN_SUFFIX, _REMOVED_SUFFIX = ".tmp", ".removed"
+_OWN_LEFTOVER = re.compile(r"\.step-\d{8,}(\.tmp|\.removed)")
 
 logger = logging.getLogger("lex_pretrain")
 
@@ -92,7 +105,7 @@ class Checkpoints:
         """Raises SharedJobError where the next checkpoint finds no room, by the last one's size or the parameters."""
         lacking = None
         if self.ranks.rank == 0:
-            sizes = [_listed_bytes(folder) for folder in sorted(self.folder.glob("step-*"))]
+            sizes = [_listed_bytes(folder) for folder in step_folders(self.folder).values()]
             num_bytes = sizes[-1] if sizes else checkpoint_bytes(self.config, self.config.zero.stage)
             lacking = lack_of_room(self.folder, num_bytes)
         if lacking := gather_lists([lacking], self.ranks)[0]:
@@ -105,8 +118,8 @@ class Checkpoints:
         written here, without a copy. Raises SharedJobError where its folder cannot be made.
         """
         started = time.perf_counter()
-        final = self.folder / f"step-{state.step:08d}"
-        temporary = self.folder / f".{final.name}.tmp"
+        final = step_folder(self.folder, state.step)
+        temporary = self.folder / f".{final.name}{_WRITTEN_SUFFIX}"
         main = self.ranks.rank == 0
         with self._all_or_none(temporary):
             if main:
@@ -140,10 +153,10 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         with self._all_or_none(pending.temporary):
             entries = pending.entries.result()
-        listed = sorted(gather_lists(entries, self.ranks), key=lambda entry: str(entry["path"]))
+        listed = gather_lists(entries, self.ranks)
         with self._all_or_none(pending.temporary):
             if self.ranks.rank == 0:
-                write_json(pending.temporary / FILES_FILE, listed)
+                write_listing(pending.temporary, listed, pending.step)
                 self._publish(pending.temporary, pending.final)
                 self._remove_old(newest=pending.step)
         return Saved(pending.step, pending.final, pending.waited_seconds + time.perf_counter() - started)
@@ -161,7 +174,7 @@ class Checkpoints:
             return
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        kept = sorted(path.name for path in self.folder.glob("step-*"))
+        kept = [path.name for path in step_folders(self.folder).values()]
         raise SharedJobError(
             f"the checkpoint {temporary.name[1:-4]} could not be written: {faults[0]}. Make room in {self.folder} "
             f"({shutil.disk_usage(self.folder.parent).free / 1e6:,.0f} MB are free) and run the same command again; it "
@@ -173,11 +186,11 @@ class Checkpoints:
 
         With `before_step`, one to go back to: an earlier one, saved when all was well, in the order of this run.
         """
-        candidates = sorted(self.folder.glob("step-*"), reverse=True)
-        if before_step is not None:
-            candidates = [folder for folder in candidates if folder.name < f"step-{before_step:08d}"]
+        candidates = reversed(step_folders(self.folder).items())
         any_broken = False
-        for candidate in candidates:
+        for step, candidate in candidates:
+            if before_step is not None and step >= before_step:
+                continue
             faults = self.verify(candidate)
             if not faults:
                 state = self.read_state(candidate)
@@ -195,21 +208,13 @@ class Checkpoints:
         return None
 
     def verify(self, checkpoint: Path) -> list[str]:
-        """Faults of a checkpoint's files against `files.json`, found by all ranks together."""
-        try:
-            listed: list[dict[str, Any]] = read_json(checkpoint / FILES_FILE)
-        except RequestError as error:
-            return [str(error)]
-        faults = []
-        for entry in listed[self.ranks.rank :: self.ranks.world_size]:
-            file = checkpoint / entry["path"]
-            if not file.is_file():
-                faults.append(f"{entry['path']} is missing")
-            elif file.stat().st_size != entry["num_bytes"]:
-                faults.append(f"{entry['path']} has {file.stat().st_size} bytes, not {entry['num_bytes']}")
-            elif sha256_of_file(file) != entry["sha256"]:
-                faults.append(f"{entry['path']} has changed (SHA-256 differs)")
-        return gather_lists(faults, self.ranks)
+        """Faults of a checkpoint's files against `files.json`, found by all ranks together, each in a part of them."""
+        faults = faults_of(checkpoint, part=self.ranks.rank, num_parts=self.ranks.world_size)
+        if not faults and self.ranks.rank == 0:
+            paths = [file.path for file in read_listing(checkpoint).files]
+            if STATE_FILE not in paths or not any(path.startswith(f"{DEEPSPEED_TAG}/") for path in paths):
+                faults = [f"{LISTING_FILE} does not name {STATE_FILE} and DeepSpeed's files"]
+        return list(dict.fromkeys(gather_lists(faults, self.ranks)))
 
     def set_aside_newer(self, start: Path, step: int) -> None:
         """Move the checkpoints that a run leaves behind by starting at `start`, of step `step`, into one folder.
@@ -218,8 +223,8 @@ class Checkpoints:
         """
         if self.ranks.rank != 0:
             return
-        there = sorted(self.folder.glob("step-*"))
-        left = [folder for folder in there if folder.name >= f"step-{step:08d}" and not folder.samefile(start)]
+        there = step_folders(self.folder)
+        left = [folder for number, folder in there.items() if number >= step and not folder.samefile(start)]
         if not left:
             return
         aside = next(folder for folder in self._abandoned_folders() if not folder.exists())
@@ -228,7 +233,7 @@ class Checkpoints:
             folder.rename(aside / folder.name)
         sync_folder(aside)
         sync_folder(self.folder)
-        kept = [folder.name for folder in there if folder not in left]
+        kept = [folder.name for folder in there.values() if folder not in left]
         if kept:
             write_text(self.folder / LATEST_FILE, kept[-1] + "\n")
         else:
@@ -241,7 +246,8 @@ class Checkpoints:
 
     def set_aside(self) -> list[Path]:
         """The checkpoints that were set aside."""
-        return sorted(self.folder.glob(f"{ABANDONED_PREFIX}*/step-*"))
+        folders = sorted(self.folder.glob(f"{ABANDONED_PREFIX}*"))
+        return [checkpoint for folder in folders for checkpoint in step_folders(folder).values()]
 
     def _abandoned_folders(self) -> Iterator[Path]:
         return (self.folder / f"{ABANDONED_PREFIX}{number}" for number in itertools.count(1))
@@ -300,26 +306,36 @@ class Checkpoints:
         sync_folder(temporary)
         if final.exists():
             # Only a broken checkpoint can stand here: a good one would have been resumed from.
-            shutil.rmtree(final)
+            _remove_folder(final)
         temporary.rename(final)
         sync_folder(self.folder)
         write_text(self.folder / LATEST_FILE, final.name + "\n")
 
     def _remove_old(self, newest: int) -> None:
         settings = self.config.checkpoint
-        steps = sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
-        for step in [step for step in steps if step <= newest][: -settings.keep_last]:
+        steps = [step for step in step_folders(self.folder) if step <= newest]
+        for step in steps[: -settings.keep_last]:
             if settings.keep_every_steps and step % settings.keep_every_steps == 0:
                 continue
             # Renamed first, so that a removal cut short leaves no half checkpoint under a good name.
-            removed = (self.folder / f"step-{step:08d}").rename(self.folder / f".step-{step:08d}.removed")
-            shutil.rmtree(removed)
+            folder = step_folder(self.folder, step)
+            _remove_folder(folder.rename(folder.with_name(f".{folder.name}{_REMOVED_SUFFIX}")))
         for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
+            # Its own alone: people and their tools leave things here too.
+            if _OWN_LEFTOVER.fullmatch(leftover.name) and leftover.is_dir():
+                _remove_folder(leftover)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove it, or the link alone where somebody has put the folder elsewhere and linked it here."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _listed_bytes(checkpoint: Path) -> int:
     try:
-        return sum(entry["num_bytes"] for entry in read_json(checkpoint / FILES_FILE))
+        return read_listing(checkpoint).num_bytes
     except RequestError:
         return 0

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from lex_pretrain.config import Config
 from lex_pretrain.ending import leave, run_command
 from lex_pretrain.errors import JobError, RequestError
-from lex_pretrain.model.loading import CHECKPOINTS_FOLDER, WEIGHTS_FILE
 from lex_pretrain.monitor.metrics import METRICS_FILE, read_records, read_steps
 from lex_pretrain.progress import configure_logging
 from lex_pretrain.ranks import die_with_parent, find_ranks
+from lex_pretrain.run_folder import CHECKPOINTS_FOLDER, WEIGHTS_FILE
 
 COMPARED = ("loss", "lr", "grad_norm")
 

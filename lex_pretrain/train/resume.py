@@ -6,7 +6,7 @@ from lex_pretrain.config import Config
 from lex_pretrain.config_io import differing_keys, load_config
 from lex_pretrain.data.order import ORDER_VERSION
 from lex_pretrain.errors import RequestError
-from lex_pretrain.model.loading import CONFIG_FILE
+from lex_pretrain.run_folder import CONFIG_FILE, step_folder, step_folders
 from lex_pretrain.train.checkpoint import Checkpoints
 from lex_pretrain.train.state import TrainState
 
@@ -61,9 +61,10 @@ def find_start(checkpoints: Checkpoints, resume: str | None, data_fingerprint: s
                 f"before its first save; repeat that --resume PATH, or name one of them, such as --resume {aside[-1]}"
             )
     else:
-        folder = checkpoints.folder / f"step-{int(resume):08d}" if resume.isdigit() else Path(resume)
+        is_step = resume.isascii() and resume.isdecimal()
+        folder = step_folder(checkpoints.folder, int(resume)) if is_step else Path(resume)
         if not folder.is_dir():
-            there = ", ".join(sorted(path.name for path in checkpoints.folder.glob("step-*"))) or "none"
+            there = ", ".join(path.name for path in step_folders(checkpoints.folder).values()) or "none"
             raise RequestError(f"--resume {resume}: {folder} does not exist; checkpoints there: {there}")
         if faults := checkpoints.verify(folder):
             raise RequestError(f"--resume {resume}: {folder} is broken: {'; '.join(faults)}")

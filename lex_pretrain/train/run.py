@@ -17,11 +17,11 @@ from lex_pretrain.errors import SharedJobError, StoppedError
 from lex_pretrain.hardware import check_precision, measure_matmul_flops
 from lex_pretrain.held_folder import held_folder
 from lex_pretrain.model.flops import training_flops_per_token
-from lex_pretrain.model.loading import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.model.parameters import count_parameters
 from lex_pretrain.monitor.metrics import StepMetrics
 from lex_pretrain.monitor.monitor import Monitor
 from lex_pretrain.ranks import Ranks, leave_process_group
+from lex_pretrain.run_folder import CONFIG_FILE, TOKENIZER_FILE
 from lex_pretrain.train.checkpoint import Checkpoints
 from lex_pretrain.train.distributed import init_distributed
 from lex_pretrain.train.engine import check_operations
