@@ -13,6 +13,7 @@ from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.shards import TOKENIZER_FILE
 from lex_pretrain.errors import RequestError
 from lex_pretrain.files import atomic_write, json_bytes, read_json, sha256_of_file
+from lex_pretrain.folder_lock import LOCK_FILES
 from lex_pretrain.progress import logger
 from lex_pretrain.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ def check_same_job(output: Path, job: dict[str, Any]) -> None:
     """Note the job in a new folder; RequestError, naming what differs, in one that was begun from something else."""
     file = output / JOB_FILE
     if not file.is_file():
-        others = [path.name for path in output.iterdir() if path.name != ".lock"]
+        others = [path.name for path in output.iterdir() if path.name not in LOCK_FILES]
         if others:
             raise RequestError(
                 f"{output} holds something else ({', '.join(sorted(others)[:3])}); choose another --output"

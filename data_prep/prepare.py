@@ -33,7 +33,7 @@ from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Account, Manifest,
 from lex_pretrain.data.origins import UNITS_FOLDER
 from lex_pretrain.data.shards import token_dtype, write_array
 from lex_pretrain.errors import JobError, RequestError
-from lex_pretrain.files import folder_lock
+from lex_pretrain.folder_lock import folder_lock
 from lex_pretrain.progress import console, logger
 from lex_pretrain.tokenizer import Tokenizer
 

@@ -1,5 +1,8 @@
 """The command line: the one place that knows all rooms. Each command imports what it needs when it runs."""
 
+import codecs
+import locale
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -413,6 +416,8 @@ def generate(
     stop_strings = stop or []
     if "" in stop_strings:
         raise RequestError("--stop is empty; give the text to end before")
+    _check_utf8("--prompt", prompt)
+    _check_utf8("--stop", stop_strings)
     generator = Generator(run, cast(Any, attention))
     if len(prompt) > 1:
         for start, text in zip(prompt, generator.complete(prompt, max_new_tokens, sampling, stop_strings), strict=True):
@@ -424,6 +429,14 @@ def generate(
         typer.echo(part, nl=False)
         sys.stdout.flush()
     typer.echo()
+
+
+def _check_utf8(flag: str, texts: list[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{flag} {text!a} is not UTF-8 at character {error.start}") from None
 
 
 @app.command()
@@ -557,6 +570,17 @@ def _to_launch(config: Config) -> "Training":
     return Training(config, on_disk, memory)
 
 
+def _use_utf8() -> None:
+    """Start this process anew with UTF-8 where the locale says otherwise, as in a minimal container.
+
+    Libraries, torch among them, open their own files in the encoding that Python started with.
+    """
+    if codecs.lookup(locale.getpreferredencoding(do_setlocale=False)).name != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
+
+
 def main() -> None:
     """Run the command; errors become one message on stderr and the exit code that docs/cli.md promises."""
+    _use_utf8()
     leave(run_command(app, debug="--debug" in sys.argv))

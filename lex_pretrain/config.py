@@ -3,13 +3,16 @@
 Units are in the names; `null` means that the value is derived, as its description says.
 """
 
-from typing import Any, Literal
+import os
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from lex_pretrain.batches import Batches
 from lex_pretrain.model_config import Fraction, ModelSection, PositiveInt, Section
 
+# A folder's name as a shell would read it: YAML and `KEY=~/...` reach us with the tilde still in it.
+FolderName = Annotated[str, AfterValidator(os.path.expanduser)]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 DEFAULT_WARMUP_STEPS = 750
@@ -18,21 +21,21 @@ DEFAULT_WARMUP_STEPS = 750
 class RunSection(Section):
     """Where a run writes and what seeds it."""
 
-    output_dir: str = Field(description="folder that receives config.yaml, metrics.jsonl and checkpoints/")
+    output_dir: FolderName = Field(description="folder that receives config.yaml, metrics.jsonl and checkpoints/")
     seed: int = Field(default=1, ge=0, lt=2**63, description="seed of the initial weights, the data order and dropout")
 
 
 class SourceSection(Section):
     """One dataset of a mixture."""
 
-    path: str = Field(description="dataset folder made by `lex-pretrain prepare`")
+    path: FolderName = Field(description="dataset folder made by `lex-pretrain prepare`")
     weight: float = Field(default=1.0, gt=0, description="share of the samples, relative to the other weights")
 
 
 class DataSection(Section):
     """What to train on: one dataset folder, or several with weights."""
 
-    path: str | None = Field(default=None, description="one dataset folder made by `lex-pretrain prepare`")
+    path: FolderName | None = Field(default=None, description="one dataset folder made by `lex-pretrain prepare`")
     sources: tuple[SourceSection, ...] = Field(default=(), description="several dataset folders with weights")
     temperature: float | None = Field(
         default=None, gt=0, description="T: sources count by weight * tokens^(1/T), 1 = by size; null = by weight alone"

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, checksums, locks."""
+"""Files that are whole or absent: atomic writes, checksums."""
 
 import contextlib
 import hashlib
@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
-
-from filelock import FileLock, Timeout
 
 from lex_pretrain.errors import RequestError
 
@@ -101,22 +99,3 @@ def sha256_of_file(path: Path) -> str:
 def sha256_of_json(value: Any) -> str:
     """A fingerprint of a JSON value that does not depend on the order of its keys."""
     return hashlib.sha256(json_bytes(value, sort_keys=True)).hexdigest()
-
-
-@contextlib.contextmanager
-def folder_lock(folder: Path, what: str, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Hold `folder` for this process; RequestError when another has not left it after `patience_seconds`.
-
-    The system frees the lock of a process that is killed, but not that of one on a host that is cut off.
-    """
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=patience_seconds)
-    except Timeout:
-        raise RequestError(
-            f"{folder} is in use by another {what} that is still running; wait for it or choose another folder"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

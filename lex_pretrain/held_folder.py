@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lex_pretrain.errors import LexError, RequestError, SharedJobError
-from lex_pretrain.files import folder_lock
+from lex_pretrain.folder_lock import folder_lock
 from lex_pretrain.ranks import Ranks, gather_lists
 
 # How long the end of another job is waited for: ranks of a job that was killed may outlive it by seconds.

@@ -24,7 +24,8 @@ from lex_pretrain.evaluate.memory import peak_memory_bytes, reset_peak_memory
 from lex_pretrain.evaluate.perplexity import score_fixed_targets, score_pieces
 from lex_pretrain.evaluate.resolution import expected_scores, measured_scores, resolution
 from lex_pretrain.evaluate.results import Results, ScoringMode
-from lex_pretrain.files import folder_lock, write_json
+from lex_pretrain.files import write_json
+from lex_pretrain.folder_lock import folder_lock
 from lex_pretrain.hardware import evaluation_dtype
 from lex_pretrain.loading import load_decoder
 from lex_pretrain.model.decoder import Decoder

@@ -1,16 +1,22 @@
 """The output folder of a run: one run at a time, and a clear word when it cannot be written."""
 
 import os
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lex_pretrain import folder_lock as folder_lock_module
 from lex_pretrain import held_folder
 from lex_pretrain.config import Config
 from lex_pretrain.config_io import save_config
-from lex_pretrain.files import folder_lock
+from lex_pretrain.errors import RequestError
+from lex_pretrain.files import read_json, write_json
+from lex_pretrain.folder_lock import folder_lock
 from lex_pretrain.monitor.metrics import read_steps
 from lex_pretrain.train.run import train
 from tests.conftest import Program
@@ -30,7 +36,46 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
         refused = program(*launch, "train", "--config", tmp_path / "run.yaml")
     assert refused.returncode == 1, refused.stderr
     assert refused.stderr.count(f"{run} is in use by another training run that is still running") == 1
+    assert f"(process {os.getpid()} on {socket.gethostname()})" in refused.stderr.replace("\n", "")
     assert [file.name for file in run.iterdir()] == [".lock"]
+
+
+def test_a_folder_of_another_host_is_in_use_while_that_gives_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a shared file system that keeps locks from each other's hosts: the lock is free, and the file is not."""
+    monkeypatch.setattr(folder_lock_module, "SECONDS_BETWEEN_SIGNS", 0.05)
+    monkeypatch.setattr(folder_lock_module, "SECONDS_UNTIL_STALE", 1.0)
+    owner_file = tmp_path / ".lock.json"
+    write_json(owner_file, {"host": "elsewhere", "process_id": 4321})
+    ended = threading.Event()
+    threading.Thread(target=folder_lock_module._give_signs, args=(owner_file, ended), daemon=True).start()
+    with pytest.raises(RequestError, match=r"in use by another training run .* \(process 4321 on elsewhere\)"):  # noqa: SIM117
+        with folder_lock(tmp_path, "training run"):
+            pass
+    ended.set()
+    # Its clock may be an hour ahead, or ours was set back: that it gives no more signs is what counts.
+    os.utime(owner_file, (4e9, 4e9))
+    caplog.set_level("INFO", logger="lex_pretrain")
+    with folder_lock(tmp_path, "training run"):
+        held = read_json(owner_file)
+        assert (held["host"], held["process_id"]) == (socket.gethostname(), os.getpid())
+        before = owner_file.stat().st_mtime_ns
+        time.sleep(0.3)
+        assert owner_file.stat().st_mtime_ns > before
+    assert "was left by process 4321 on elsewhere" in caplog.text
+    assert not owner_file.exists()
+
+
+@pytest.mark.parametrize("left", ["", "[]", "{}", '{"host": 3}', "\0\0\0"])
+def test_what_a_killed_holder_left_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    monkeypatch.setattr(folder_lock_module, "SECONDS_UNTIL_STALE", 0.2)
+    (tmp_path / ".lock.json").write_text(left)
+    with folder_lock(tmp_path, "training run"):
+        assert read_json(tmp_path / ".lock.json")["process_id"] == os.getpid()
+    write_json(tmp_path / ".lock.json", {"host": socket.gethostname(), "process_id": 1})
+    with folder_lock(tmp_path, "training run"):
+        pass
 
 
 def test_a_run_waits_for_one_that_is_ending_and_leaves_the_folder_free(

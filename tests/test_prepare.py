@@ -285,7 +285,7 @@ def test_verify_finds_damage(dataset: Path, tmp_path: Path, damage: str) -> None
 
 
 def test_two_preparations_of_one_folder_exclude_each_other(dataset: Path, tmp_path: Path) -> None:
-    from lex_pretrain.files import folder_lock
+    from lex_pretrain.folder_lock import folder_lock
 
     (tmp_path / "in.txt").write_text("text")
     output = tmp_path / "out"
