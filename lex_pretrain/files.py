@@ -82,12 +82,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises RequestError, naming the file, when it is missing or not JSON."""
+    """Raises RequestError, naming the file, when it is missing, cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist") from None
-    except ValueError as error:
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not valid JSON: {error}") from error
 
 

@@ -60,8 +60,8 @@ def load_decoder(
         if folder.is_dir():
             raise
         # Training keeps the newest checkpoints only, and may have removed this one meanwhile.
-        if (newest := find_checkpoint(run_or_checkpoint)) != folder:
-            return _load_verified(newest, device, dtype_of)
+        if folder != run_or_checkpoint:
+            return _load_verified(find_checkpoint(run_or_checkpoint), device, dtype_of)
         raise RequestError(
             f"{folder} was removed while it was read; name a checkpoint that stays, or copy it first"
         ) from error
