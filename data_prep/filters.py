@@ -38,7 +38,9 @@ class Filters:
     def __init__(self, options: PrepareOptions, contamination_file: Path) -> None:
         self._options = options
         self._pattern = re.compile(options.reject_pattern) if options.reject_pattern is not None else None
-        self._contamination = np.load(contamination_file, mmap_mode="r") if options.decontaminate else None
+        self._contamination = (
+            np.load(contamination_file, mmap_mode="r", allow_pickle=False) if options.decontaminate else None
+        )
 
     def reason(self, document: Document) -> str | None:
         """Why the document is rejected, None where it is kept."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.compare import compare_with_sources
-from lex_pretrain.data.manifest import Manifest, ShardRecord
+from lex_pretrain.data.manifest import SPLITS, Manifest, ShardRecord
 from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, token_dtype, tokens_file
 from lex_pretrain.files import sha256_of_file
 from lex_pretrain.progress import progress
@@ -28,6 +28,9 @@ def verify(folder: Path, full: bool) -> list[str]:
         faults.append("manifest.json: tokens packed are not those of the shards")
     if account.packed.bytes != sum(shard.num_source_bytes for shard in manifest.shards):
         faults.append("manifest.json: bytes packed are not those of the shards")
+    stems = [(SPLITS.index(shard.split), shard.stem) for shard in manifest.shards]
+    if stems != sorted(set(stems)):
+        faults.append("manifest.json: its shards are not in their order, or one stands twice")
     faults += _verify_tokenizer(Tokenizer(folder / TOKENIZER_FILE), manifest)
     with progress("verifying", max(account.packed.tokens, 1), "tokens") as reporter:
         for shard in manifest.shards:

@@ -6,11 +6,35 @@ from functools import partial
 from pathlib import Path
 
 from lex_pretrain.progress import console
-from tests.benchmarks import attention, checkpoint, decontamination, evaluate, loader, model, order, prepare, train
+from tests.benchmarks import (
+    attention,
+    checkpoint,
+    decontamination,
+    evaluate,
+    loader,
+    model,
+    order,
+    prepare,
+    small_files,
+    train,
+    verification,
+)
+    attention,
+    checkpoint,
+    decontamination,
+    evaluate,
+    loader,
+    model,
+    order,
+    prepare,
+    train,
+    verification,
+)
 
 if __name__ == "__main__":
     benchmarks: dict[str, Callable[[], list[str]]] = {
         "prepare": prepare.run,
+        "small_files": small_files.run,
         "order": order.run,
         "decontamination": decontamination.run,
         "loader": loader.run,
@@ -18,6 +42,7 @@ if __name__ == "__main__":
         "model": model.run,
         "train": train.run,
         "checkpoint": checkpoint.run,
+        "verification": verification.run,
         "evaluate": evaluate.run,
     }
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
