@@ -19,17 +19,6 @@ from tests.benchmarks import (
     train,
     verification,
 )
-    attention,
-    checkpoint,
-    decontamination,
-    evaluate,
-    loader,
-    model,
-    order,
-    prepare,
-    train,
-    verification,
-)
 
 if __name__ == "__main__":
     benchmarks: dict[str, Callable[[], list[str]]] = {
