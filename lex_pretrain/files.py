@@ -1,16 +1,23 @@
 """Files that are whole or absent: atomic writes, checksums."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from lex_pretrain.errors import RequestError
+
+# What `tempfile` makes of the names that `atomic_write` gives it.
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
+_SECONDS_OF_A_LEFTOVER = 3600.0
 
 
 @contextlib.contextmanager
@@ -31,6 +38,14 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def remove_temporaries(*folders: Path) -> None:
+    """Remove what `atomic_write` left in folders that only this process writes to, when it was killed before."""
+    for folder in folders:
+        for path in folder.glob(".*.tmp"):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`; on success its files are flushed and it is renamed, else it is removed.
@@ -41,6 +56,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None):
         raise RequestError(f"{path} is there already and not an empty folder; remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        # Of one that was killed; nobody holds the folder around, so a younger one may be in work.
+        if time.time() - left.stat().st_mtime > _SECONDS_OF_A_LEFTOVER and left.is_dir():
+            shutil.rmtree(left)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     try:
         yield temporary

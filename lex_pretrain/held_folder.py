@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lex_pretrain.errors import LexError, RequestError, SharedJobError
+from lex_pretrain.files import remove_temporaries
 from lex_pretrain.folder_lock import folder_lock
 from lex_pretrain.ranks import Ranks, gather_lists
+from lex_pretrain.run_folder import CHECKPOINTS_FOLDER
 
 # How long the end of another job is waited for: ranks of a job that was killed may outlive it by seconds.
 PATIENCE_SECONDS = 15.0
@@ -25,6 +27,7 @@ def held_folder(folder: Path, ranks: Ranks, what: str, setting: str) -> Iterator
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(folder_lock(folder, what, PATIENCE_SECONDS))
+                remove_temporaries(folder, folder / CHECKPOINTS_FOLDER)
             except RequestError as error:
                 faults = [SharedJobError(str(error))]
             except OSError as error:
