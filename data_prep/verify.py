@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.compare import compare_with_sources
-from lex_pretrain.data.manifest import SPLITS, Manifest, ShardRecord
+from lex_pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, ShardRecord
 from lex_pretrain.data.shards import TOKENIZER_FILE, documents_file, token_dtype, tokens_file
+from lex_pretrain.errors import RequestError
 from lex_pretrain.files import sha256_of_file
 from lex_pretrain.progress import progress
 from lex_pretrain.tokenizer import Tokenizer
@@ -17,7 +18,13 @@ def verify(folder: Path, full: bool) -> list[str]:
 
     `full` also decodes documents and compares them with their sources.
     """
-    manifest = Manifest.load(folder)
+    try:
+        manifest, tokenizer = Manifest.load(folder), Tokenizer(folder / TOKENIZER_FILE)
+    except RequestError as error:
+        if not (folder / MANIFEST_FILE).exists():
+            raise
+        # What cannot be read of a dataset is wrong with it.
+        return [str(error)]
     faults = []
     account = manifest.account
     if not account.balances():
@@ -31,7 +38,7 @@ def verify(folder: Path, full: bool) -> list[str]:
     stems = [(SPLITS.index(shard.split), shard.stem) for shard in manifest.shards]
     if stems != sorted(set(stems)):
         faults.append("manifest.json: its shards are not in their order, or one stands twice")
-    faults += _verify_tokenizer(Tokenizer(folder / TOKENIZER_FILE), manifest)
+    faults += _verify_tokenizer(tokenizer, manifest)
     with progress("verifying", max(account.packed.tokens, 1), "tokens") as reporter:
         for shard in manifest.shards:
             faults += [f"{shard.stem}: {fault}" for fault in _verify_shard(folder, shard, manifest)]
